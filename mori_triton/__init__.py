@@ -1,0 +1,26 @@
+"""Triton-first communication kernels for expert-parallel mixture-of-experts models.
+
+Importing this touches no GPU, no environment variable and no Triton hook; submodules load on first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_SUBMODULES = ("emulator", "layers", "ops", "shmem")
+_ATTRIBUTES = {"local_world": "mori_triton.world", "LocalWorld": "mori_triton.world"}
+
+if TYPE_CHECKING:
+    from mori_triton import emulator, layers, ops, shmem
+    from mori_triton.world import LocalWorld, local_world
+
+__all__ = ["LocalWorld", "emulator", "layers", "local_world", "ops", "shmem"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return import_module(f"mori_triton.{name}")
+    if name in _ATTRIBUTES:
+        return getattr(import_module(_ATTRIBUTES[name]), name)
+    raise AttributeError(f"module 'mori_triton' has no attribute {name!r}")
