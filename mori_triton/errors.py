@@ -1,7 +1,7 @@
 """Every exception the package raises, and the checks at its public edge.
 
-A message names the argument, what was wanted and what came. `MoriError` is the base, so one `except` catches all of them; each
-also derives from the builtin a caller would expect (`ValueError`, `RuntimeError`, `TimeoutError`, ...).
+A message names the argument, what was wanted and what came. `MoriError` is the base, so one `except` catches all of
+them; each also derives from the builtin a caller would expect (`ValueError`, `RuntimeError`, `TimeoutError`, ...).
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class UnsupportedInstruction(MoriError, NotImplementedError):
 
 
 class KernelFault(MoriError, RuntimeError):
-    """A kernel on the emulated device did something a device traps on: an access outside every allocation, a bad jump."""
+    """A kernel on the emulated device did what a device traps on: an access outside every allocation, a bad jump."""
 
 
 class WeakMemoryError(KernelFault):
-    """Weak-memory mode: a load could see a stale value. Names the load, the store, and the synchronisation missing between."""
+    """A load could see a stale value: names the load, the store, and the synchronisation missing between them."""
 
 
 class Deadlock(MoriError, RuntimeError):
@@ -73,7 +73,7 @@ def check_tensor(
     shape: tuple[int | None, ...],
     device: torch.device | None = None,
 ) -> None:
-    """Raise `ArgumentError` unless `tensor` is a contiguous torch tensor of this dtype, shape (None: any size) and device."""
+    """Raise `ArgumentError` unless `tensor` is contiguous and has this dtype, shape (None: any size) and device."""
     import torch
 
     require(isinstance(tensor, torch.Tensor), name, "a torch.Tensor", type(tensor).__name__)
