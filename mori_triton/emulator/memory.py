@@ -205,7 +205,7 @@ class Memory:
 
             def build(f, p):
                 ex = p[2].bits_to_lanes(W)
-                self.write_vector(f, p[0], "i", ex.shuffle(idx).pick(f.load(p[1], 32, W).shuffle(idx), 0), ex)
+                self.write_vector(f, p[0], ex.shuffle(idx).pick(f.load(p[1], 32, W).shuffle(idx), 0), ex)
                 f.emit("ret void")
             return self.call(f"swizzle_{m['offset']}", "void", args, build)
         t = re.match(r"(load|store)_(2addr_(?:stride64_)?)?([ubi]\d+)(_d16_hi|_d16)?$", k)

@@ -1,71 +1,98 @@
-"""Scalar instructions (SALU, scalar loads, clock)."""
+"""Scalar instructions: the ALU table, compares, exec mask updates, scalar loads, clock and hardware registers."""
+
+from __future__ import annotations
+
 import re
 
 from mori_triton.emulator import isa
-from mori_triton.emulator.state import *
+from mori_triton.emulator.asm import Inst
+from mori_triton.emulator.ir import Fn, Val
+from mori_triton.emulator.state import CLOCK, EXEC, SCC
 
 
 class Scalar:
-    def s(self, ins, base):
-        k, ops, f = base[2:], ins.ops, self.f
-        if k.startswith("cmp"):
-            kind, op, ty = k.split("_") if not k.startswith("cmpk") else k.replace("cmpk", "cmp").split("_")
-            types, fn = isa.compare(f"{op}_{ty}")
-            self.set_scc(fn(*(self.sread(self.op(o), 64 if t == "q" else 32) for t, o in zip(types, ops))))
-        elif k in ("bitcmp0_b32", "bitcmp1_b32"):
-            bit = (self.sread(self.op(ops[0])) >> (self.sread(self.op(ops[1])) & 31)) & 1
-            self.set_scc(bit.cmp("eq", int(k[6])))
-        elif "saveexec" in k or "wrexec" in k:
-            op, bits = re.match(r"(\w+)_(?:saveexec|wrexec)_b(\d+)", k).groups()
-            old, src = f.load(self.sptr(EXEC), int(bits)), self.sread(self.op(ops[1]), int(bits))
-            new = isa.BOOL[op](src, old)
-            f.store(self.sptr(EXEC), new)
-            self.swrite(self.op(ops[0]), old if "save" in k else new)
-            self.set_scc(new.cmp("ne", 0))
-        elif k.startswith("load_b"):
-            n, dst, off = int(k[6:]) // 8, self.op(ops[0]), self.op(ops[2])
-            a = self.sread(self.op(ops[1]), 64) + (self.sread(off).zext(64) if off.kind == "s" else off.value) + int(ins.mods.get("offset", "0"), 0)
+    """Part of the lifter: emits a scalar instruction in place."""
 
-            def build(f, p):
-                w, a, d, pc = p
-                self.check(f, w, a, n, pc)
-                for i in range(0, n, 4):
-                    f.store(f.gep(d, i), f.load(f.addr(a + i), 32, order="monotonic"))
-                f.emit("ret i1 true")
-            self.guarded(self.call(f"s_load_{n}", "i1", [("ptr", "%w"), ("i64", (a & ~3).name), ("ptr", self.sptr(dst.idx)), ("i32", str(self.pos))], build))
-        elif k in ("memrealtime", "memtime", "sendmsg_rtn_b64"):
-            if k == "sendmsg_rtn_b64" and "GET_REALTIME" not in ops[1]:
+    def s(self, ins: Inst, base: str) -> None:
+        k = base[2:]
+        saveexec = re.match(r"(\w+)_(saveexec|wrexec)_b(\d+)$", k)
+        if k.startswith("cmp"):
+            self.s_compare(k, ins.ops)
+        elif k in ("bitcmp0_b32", "bitcmp1_b32"):
+            bit = (self.sread(self.op(ins.ops[0])) >> (self.sread(self.op(ins.ops[1])) & 31)) & 1
+            self.set_scc(bit.cmp("eq", int(k[6])))
+        elif saveexec:
+            self.s_saveexec(saveexec[1], saveexec[2], int(saveexec[3]), ins.ops)
+        elif k.startswith("load_b"):
+            self.s_load(ins, int(k[6:]) // 8)
+        elif k in ("memrealtime", "memtime"):
+            self.swrite(self.op(ins.ops[0]), self.clock())
+        elif k == "sendmsg_rtn_b64":
+            if "GET_REALTIME" not in ins.ops[1]:
                 raise KeyError("message")
-            self.swrite(self.op(ops[0]), self.clock())
+            self.swrite(self.op(ins.ops[0]), self.clock())
         elif k == "getpc_b64":
-            self.swrite(self.op(ops[0]), f.int(0, 64))           # see symbol()
-        elif k == "getreg_b32" and "IB_STS2" in ops[1] + ins.text:
-            self.swrite(self.op(ops[0]), f.int(0))
+            # addresses of symbols are absolute here: see Lifter.symbol
+            self.swrite(self.op(ins.ops[0]), self.f.int(0, 64))
+        elif k == "getreg_b32" and "IB_STS2" in ins.text:
+            self.swrite(self.op(ins.ops[0]), self.f.int(0))
         elif k in isa.SALU:
-            types, fn = isa.SALU[k]
-            d, st = types.split("<-")
-            texts, vals = ops[1:], []
-            texts = list(texts)
-            for t in st:
-                if t == "c":
-                    vals.append(f.load(f.gep("%w", SCC), 32))
-                elif t == "D":
-                    vals.append(self.sread(self.op(ops[0])))
-                elif t == "k":
-                    x = int(texts.pop(0), 0)
-                    vals.append(f.int(x - 65536 if x >= 32768 else x))
-                else:
-                    vals.append(self.sread(self.op(texts.pop(0)), 64 if t == "q" else 32))
-            value, scc = fn(*vals)
-            self.swrite(self.op(ops[0]), value)
-            if scc is not None:
-                self.set_scc(scc)
+            self.s_alu(k, ins.ops)
         else:
             raise KeyError("no semantics")
 
-    def clock(self):
-        """100 MHz counter: the machine's virtual clock, or the host's monotonic clock when none is set"""
-        def build(f, p):
+    def s_alu(self, k: str, ops: list[str]) -> None:
+        f = self.f
+        types, fn = isa.SALU[k]
+        texts, vals = ops[1:], []
+        for t in types.split("<-")[1]:
+            if t == "c":
+                vals.append(f.load(f.gep("%w", SCC), 32))
+            elif t == "D":
+                vals.append(self.sread(self.op(ops[0])))
+            elif t == "k":
+                x = int(texts.pop(0), 0)
+                vals.append(f.int(x - 65536 if x >= 32768 else x))
+            else:
+                vals.append(self.sread(self.op(texts.pop(0)), 64 if t == "q" else 32))
+        value, scc = fn(*vals)
+        self.swrite(self.op(ops[0]), value)
+        if scc is not None:
+            self.set_scc(scc)
+
+    def s_compare(self, k: str, ops: list[str]) -> None:
+        _, op, ty = k.replace("cmpk", "cmp").split("_")
+        types, fn = isa.compare(f"{op}_{ty}")
+        self.set_scc(fn(*(self.sread(self.op(o), 64 if t == "q" else 32) for t, o in zip(types, ops, strict=True))))
+
+    def s_saveexec(self, op: str, kind: str, bits: int, ops: list[str]) -> None:
+        """exec = op(source, exec); the destination gets the old exec (saveexec) or the new one (wrexec)."""
+        old, src = self.f.load(self.sptr(EXEC), bits), self.sread(self.op(ops[1]), bits)
+        new = isa.BOOL[op](src, old)
+        self.f.store(self.sptr(EXEC), new)
+        self.swrite(self.op(ops[0]), old if kind == "saveexec" else new)
+        self.set_scc(new.cmp("ne", 0))
+
+    def s_load(self, ins: Inst, n: int) -> None:
+        """Load n bytes from a scalar address into consecutive scalar registers."""
+        dst, off = self.op(ins.ops[0]), self.op(ins.ops[2])
+        a = self.sread(self.op(ins.ops[1]), 64) + (self.sread(off).zext(64) if off.kind == "s" else off.value)
+        a = (a + int(ins.mods.get("offset", "0"), 0)) & ~3
+
+        def build(f: Fn, p: list) -> None:
+            w, a, d, pc = p
+            self.check(f, w, a, n, pc)
+            for i in range(0, n, 4):
+                f.store(f.gep(d, i), f.load(f.addr(a + i), 32, order="monotonic"))
+            f.emit("ret i1 true")
+
+        args = [("ptr", "%w"), ("i64", a.name), ("ptr", self.sptr(dst.idx)), ("i32", str(self.pos))]
+        self.guarded(self.call(f"s_load_{n}", "i1", args, build))
+
+    def clock(self) -> Val:
+        """100 MHz counter: the machine's virtual clock, or the host's monotonic clock when none is set."""
+
+        def build(f: Fn, p: list) -> None:
             f.declare("declare i32 @clock_gettime(i32, ptr)")
             c = f.load(f.gep(p[0], CLOCK), 64)
             f.when(c.cmp("ne", 0), lambda: f.emit(f"ret i64 {f.load(f.addr(c), 64, align=8).name}"))
@@ -73,4 +100,5 @@ class Scalar:
             f.ins(f"call i32 @clock_gettime(i32 1, ptr {t})", 32)
             r = f.load(t, 64, align=8) * 100_000_000 + f.load(f.gep(t, 8), 64, align=8) / 10
             f.emit(f"ret i64 {r.name}")
+
         return self.call("clock", "i64", [("ptr", "%w")], build)

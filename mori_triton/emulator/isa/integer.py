@@ -1,0 +1,195 @@
+"""Vector integer instructions: arithmetic, logic, shifts, bit fields, carries, lane counting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mori_triton.emulator.ir import Val
+
+Formula = Callable[..., object]
+
+
+def bfe(a: Val, offset: Val, width: Val, signed: bool) -> Val:
+    """Bit field of `a` at offset & 31, width & 31 bits wide; past bit 31 there are zeros or copies of the sign."""
+    off, width = offset & 31, width & 31
+    top = a << ((32 - width - off) & 31)
+    r = top.sar((32 - width) & 31) if signed else (a >> off) & ((a.const(1) << width) - 1)
+    if signed:
+        r = (off + width).cmp("ugt", 31).pick(a.sar(off), r)
+    return width.cmp("eq", 0).pick(0, r)
+
+
+def minmax(pred: str) -> Formula:
+    """The operand that compares `pred` to the other."""
+    return lambda a, b: a.cmp(pred, b).pick(a, b)
+
+
+def _three(pred: str) -> Formula:
+    two = minmax(pred)
+    return lambda a, b, c: two(two(a, b), c)
+
+
+def _med3(less: str, greater: str) -> Formula:
+    low, high = minmax(less), minmax(greater)
+    return lambda a, b, c: high(low(a, b), low(high(a, b), c))
+
+
+def wide(a: Val, b: Val, signed: bool) -> Val:
+    """The 64-bit product."""
+    return a.sext(64) * b.sext(64) if signed else a.zext(64) * b.zext(64)
+
+
+def high_word(x: Val) -> Val:
+    return (x >> 32).trunc(32)
+
+
+def two_words(hi: Val, lo: Val) -> Val:
+    return (hi.zext(64) << 32) | lo.zext(64)
+
+
+def _mbcnt(base: int) -> Formula:
+    """Number of bits of `a` that belong to lower lanes, plus b; `a` holds lanes base .. base + 31."""
+
+    def f(a: Val, b: Val) -> Val:
+        lanes = a.lanes or b.lanes or a.fn.W
+        a, b = a.splat(lanes), b.splat(lanes)
+        below = a.fn.vec([(1 << max(0, min(32, l - base))) - 1 for l in range(lanes)])
+        return (a & below).intr("ctpop") + b
+
+    return f
+
+
+def add_carry(a: Val, b: Val, c: Val | None = None) -> tuple[Val, Val]:
+    """(sum, carry out as i1)"""
+    x = a.zext(64) + b.zext(64)
+    x = x + c.zext(64) if c else x
+    return x.trunc(32), (x >> 32).trunc(1)
+
+
+def sub_borrow(a: Val, b: Val, c: Val | None = None) -> tuple[Val, Val]:
+    """(difference, borrow out as i1)"""
+    x = a.zext(64) - b.zext(64)
+    x = x - c.zext(64) if c else x
+    return x.trunc(32), (x >> 32).trunc(1)
+
+
+def _perm(a: Val, b: Val, sel: Val) -> Val:
+    """Each result byte is one of 8 source bytes (b holds bytes 0..3), 0, 255, or 8 copies of a sign."""
+    r = None
+    for i in range(4):
+        s = (sel >> (8 * i)) & 255
+        byte = (two_words(a, b) >> ((s & 7) * 8).zext(64)).trunc(32) & 255
+        # selectors 8..11: the sign of bytes 1, 3, 5, 7
+        sign = ((two_words(a, b) >> ((s & 3) * 16 + 15).zext(64)).trunc(32) & 1) * 255
+        byte = s.cmp("ult", 8).pick(byte, s.cmp("ult", 12).pick(sign, s.cmp("eq", 12).pick(0, s.const(255))))
+        r = byte << (8 * i) if r is None else r | (byte << (8 * i))
+    return r
+
+
+def _shift64(op: str) -> Formula:
+    return lambda a, b: getattr(b, op)((a & 63).zext(64))
+
+
+def _sext24(a: Val) -> Val:
+    return (a << 8).sar(8)
+
+
+def bitop(table: int) -> Formula:
+    """Any function of three bits, given as its truth table: bit 4a + 2b + c of `table`."""
+
+    def f(a: Val, b: Val, c: Val | None = None) -> Val:
+        c, r = c or a.const(0), None
+        for i in range(8):
+            if table >> i & 1:
+                t = (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+                r = t if r is None else r | t
+        return r or a.const(0)
+
+    return f
+
+
+INTEGER: dict[str, tuple[str, Formula]] = {
+    "mov_b16": ("h<-h", lambda a: a),
+    "mov_b32": ("i<-i", lambda a: a),
+    "mov_b64": ("q<-q", lambda a: a),
+    "accvgpr_read_b32": ("i<-i", lambda a: a),
+    "accvgpr_write_b32": ("i<-i", lambda a: a),
+    "accvgpr_mov_b32": ("i<-i", lambda a: a),
+    "cndmask_b16": ("h<-hhm", lambda a, b, m: m.pick(b, a)),
+    "cndmask_b32": ("i<-iim", lambda a, b, m: m.pick(b, a)),
+    # add, subtract, multiply
+    "add_nc_u16": ("h<-hh", lambda a, b: a + b),
+    "sub_nc_u16": ("h<-hh", lambda a, b: a - b),
+    "mul_lo_u16": ("h<-hh", lambda a, b: a * b),
+    "add_nc_u32": ("i<-ii", lambda a, b: a + b),
+    "sub_nc_u32": ("i<-ii", lambda a, b: a - b),
+    "subrev_nc_u32": ("i<-ii", lambda a, b: b - a),
+    "add_nc_u64": ("q<-qq", lambda a, b: a + b),
+    "sub_nc_u64": ("q<-qq", lambda a, b: a - b),
+    "add_co_u32": ("im<-ii", add_carry),
+    "sub_co_u32": ("im<-ii", sub_borrow),
+    "subrev_co_u32": ("im<-ii", lambda a, b: sub_borrow(b, a)),
+    "add_co_ci_u32": ("im<-iim", add_carry),
+    "sub_co_ci_u32": ("im<-iim", sub_borrow),
+    "subrev_co_ci_u32": ("im<-iim", lambda a, b, c: sub_borrow(b, a, c)),
+    "add3_u32": ("i<-iii", lambda a, b, c: a + b + c),
+    "mul_lo_u32": ("i<-ii", lambda a, b: a * b),
+    "mul_hi_u32": ("i<-ii", lambda a, b: high_word(wide(a, b, False))),
+    "mul_hi_i32": ("i<-ii", lambda a, b: high_word(wide(a, b, True))),
+    "mul_u32_u24": ("i<-ii", lambda a, b: (a & 0xFFFFFF) * (b & 0xFFFFFF)),
+    "mad_u32_u24": ("i<-iii", lambda a, b, c: (a & 0xFFFFFF) * (b & 0xFFFFFF) + c),
+    "mul_i32_i24": ("i<-ii", lambda a, b: _sext24(a) * _sext24(b)),
+    "mad_u32": ("i<-iii", lambda a, b, c: a * b + c),
+    "mul_u64": ("q<-qq", lambda a, b: a * b),
+    "mad_co_u64_u32": ("q.<-iiq", lambda a, b, c: wide(a, b, False) + c),
+    "mad_co_i64_i32": ("q.<-iiq", lambda a, b, c: wide(a, b, True) + c),
+    "mad_nc_u64_u32": ("q<-iiq", lambda a, b, c: wide(a, b, False) + c),
+    # logic
+    "not_b16": ("h<-h", lambda a: ~a),
+    "not_b32": ("i<-i", lambda a: ~a),
+    "and_b16": ("h<-hh", lambda a, b: a & b),
+    "or_b16": ("h<-hh", lambda a, b: a | b),
+    "xor_b16": ("h<-hh", lambda a, b: a ^ b),
+    "and_b32": ("i<-ii", lambda a, b: a & b),
+    "or_b32": ("i<-ii", lambda a, b: a | b),
+    "xor_b32": ("i<-ii", lambda a, b: a ^ b),
+    "xnor_b32": ("i<-ii", lambda a, b: ~(a ^ b)),
+    "or3_b32": ("i<-iii", lambda a, b, c: a | b | c),
+    "xor3_b32": ("i<-iii", lambda a, b, c: a ^ b ^ c),
+    "and_or_b32": ("i<-iii", lambda a, b, c: (a & b) | c),
+    "bfi_b32": ("i<-iii", lambda a, b, c: (a & b) | (~a & c)),
+    # shifts
+    "lshlrev_b16": ("h<-hh", lambda a, b: b << (a & 15)),
+    "lshrrev_b16": ("h<-hh", lambda a, b: b >> (a & 15)),
+    "lshlrev_b32": ("i<-ii", lambda a, b: b << (a & 31)),
+    "lshrrev_b32": ("i<-ii", lambda a, b: b >> (a & 31)),
+    "ashrrev_i32": ("i<-ii", lambda a, b: b.sar(a & 31)),
+    "lshlrev_b64": ("q<-iq", _shift64("__lshift__")),
+    "lshrrev_b64": ("q<-iq", _shift64("__rshift__")),
+    "ashrrev_i64": ("q<-iq", _shift64("sar")),
+    "lshl_or_b32": ("i<-iii", lambda a, b, c: (a << (b & 31)) | c),
+    "lshl_add_u32": ("i<-iii", lambda a, b, c: (a << (b & 31)) + c),
+    "lshl_add_u64": ("q<-qiq", lambda a, b, c: (a << (b & 63).zext(64)) + c),
+    "add_lshl_u32": ("i<-iii", lambda a, b, c: (a + b) << (c & 31)),
+    "xad_u32": ("i<-iii", lambda a, b, c: (a ^ b) + c),
+    # bit fields and bytes
+    "bfe_u32": ("i<-iii", lambda a, b, c: bfe(a, b, c, False)),
+    "bfe_i32": ("i<-iii", lambda a, b, c: bfe(a, b, c, True)),
+    "perm_b32": ("i<-iii", _perm),
+    "alignbit_b32": ("i<-iii", lambda a, b, c: (two_words(a, b) >> (c & 31).zext(64)).trunc(32)),
+    "alignbyte_b32": ("i<-iii", lambda a, b, c: (two_words(a, b) >> ((c & 3) * 8).zext(64)).trunc(32)),
+    "bfrev_b32": ("i<-i", lambda a: a.intr("bitreverse")),
+    "bcnt_u32_b32": ("i<-ii", lambda a, b: a.intr("ctpop") + b),
+    "clz_i32_u32": ("i<-i", lambda a: a.cmp("eq", 0).pick(-1, a.intr("ctlz", 0))),
+    "ctz_i32_b32": ("i<-i", lambda a: a.cmp("eq", 0).pick(-1, a.intr("cttz", 0))),
+    "mbcnt_lo_u32_b32": ("i<-ii", _mbcnt(0)),
+    "mbcnt_hi_u32_b32": ("i<-ii", _mbcnt(32)),
+}
+for _name, _type in (("i32", "i"), ("u32", "i"), ("i64", "q"), ("u64", "q")):
+    _lt, _gt = ("slt", "sgt") if _name[0] == "i" else ("ult", "ugt")
+    INTEGER[f"min_{_name}"] = (f"{_type}<-{_type * 2}", minmax(_lt))
+    INTEGER[f"max_{_name}"] = (f"{_type}<-{_type * 2}", minmax(_gt))
+    if _type == "i":
+        INTEGER[f"min3_{_name}"] = ("i<-iii", _three(_lt))
+        INTEGER[f"max3_{_name}"] = ("i<-iii", _three(_gt))
+        INTEGER[f"med3_{_name}"] = ("i<-iii", _med3(_lt, _gt))
