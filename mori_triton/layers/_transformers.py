@@ -10,8 +10,8 @@ MINIMUM = (5, 0)
 def register_experts(name: str, forward: Callable) -> None:
     """Make `model.set_experts_implementation(name)` call `forward(experts_module, hidden_states, index, weights)`.
 
-    Registering the same name again replaces it, so importing twice is harmless. transformers' registry is imported here,
-    on the importing thread: PEs may be threads, and two of them must not be the first to import its lazy modules.
+    Registering the same name again replaces it, so importing twice is harmless. The registry is imported here, on the
+    importing thread: PEs may be threads, and two of them must not be the first to import transformers' lazy modules.
 
     Raises:
         ImportError: transformers is missing or older than `MINIMUM`; names the extra that brings it.

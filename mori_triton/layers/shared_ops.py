@@ -1,9 +1,9 @@
 """One dispatch/combine op per configuration, shared by all layers of a PE.
 
-Layers of one shape take turns on one op: each does dispatch, experts, combine before the next starts, which is the order
-that an op demands. An op's buffers are sized by the largest token count of any PE, so the PEs must agree on it. Either
-`shared_ops(max_tokens=...)` fixes it, or each layer call agrees on it over the bootstrap (a few bytes, but the host waits
-for the slowest PE) and grows the op when the batch has grown.
+Layers of one shape take turns on one op: each does dispatch, experts, combine before the next starts, which is the
+order that an op demands. An op's buffers are sized by the largest token count of any PE, so the PEs must agree on it:
+either `shared_ops(max_tokens=...)` fixes it, or each layer call agrees on it over the bootstrap (a few bytes, but the
+host waits for the slowest PE) and makes a larger op when the batch has grown.
 """
 
 from __future__ import annotations

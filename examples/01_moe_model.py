@@ -1,0 +1,151 @@
+"""Mixture-of-experts models whose experts live on different PEs, compared with the same models on one PE.
+
+Two Hugging Face models with random weights read English text that ships with Python. Every PE has its own part of the
+text and its own slice of every layer's experts; tokens travel between PEs through the emulated AMD device, so no GPU is
+needed. Exits with 1 when a logit differs from the unmodified model's by more than 1e-5.
+"""
+
+import copy
+import random
+import re
+import time
+import zlib
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import mori_triton as mori
+from mori_triton import layers
+
+LIMIT = 1e-5  # logits are about 1
+MOST_WORDS = 256
+SHAPE = {"vocab_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+QWEN = {"hidden_size": 64, "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4}
+MIXTRAL = {"hidden_size": 128, "intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2}
+MODELS = [
+    (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SHAPE, **QWEN, initializer_range=0.05)),
+    (MixtralForCausalLM, MixtralConfig(**SHAPE, **MIXTRAL, initializer_range=0.05)),
+]
+
+Traffic = dict[str, list[list[int]]]  # layer name to tokens sent from PE (row) to PE (column)
+console = Console()
+app = typer.Typer(pretty_exceptions_enable=False)
+
+
+def read_texts(pes: int, seed: int) -> list[torch.Tensor]:
+    """One topic of Python's help for each PE, as `[1, words]` token ids: a word's id is a hash of its letters."""
+    names = random.Random(seed).sample(sorted(topics), pes)
+    words = [re.findall(r"\w+|[^\w\s]", topics[name].lower())[:MOST_WORDS] for name in names]
+    return [torch.tensor([[zlib.crc32(word.encode()) % SHAPE["vocab_size"] for word in text]]) for text in words]
+
+
+def run_spread(model: PreTrainedModel, texts: list[torch.Tensor], arch: str) -> tuple[list[torch.Tensor], Traffic]:
+    """The logits of each PE's text, with the model's experts spread over as many PEs as there are texts."""
+    calls: list[layers.LayerTraffic] = []
+    columns = [
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    ]
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("layers of all PEs", total=SHAPE["num_hidden_layers"] * len(texts))
+
+        def on_layer(call: layers.LayerTraffic) -> None:
+            calls.append(call)
+            progress.advance(task)
+
+        def program(pe: int) -> torch.Tensor:
+            mine = copy.deepcopy(model)
+            mine.set_experts_implementation("mori_ep")
+            with torch.no_grad(), layers.shared_ops(), layers.watch_traffic(mine, on_layer):
+                return mine(texts[pe]).logits
+
+        logits = mori.local_world(len(texts), device="cpu", arch=arch, timeout_s=100.0).run(program)
+    calls.sort(key=lambda call: (call.layer, call.pe))
+    names = dict.fromkeys(call.layer for call in calls)
+    return logits, {name: [list(call.sent) for call in calls if call.layer == name] for name in names}
+
+
+def print_traffic(title: str, traffic: Traffic) -> None:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("layer")
+    for pe in range(len(next(iter(traffic.values())))):
+        table.add_column(f"PE {pe}", justify="right")
+    for layer, matrix in enumerate(traffic.values()):
+        received = [sum(column) for column in zip(*matrix, strict=True)]
+        table.add_row(str(layer), *(f"{sum(row)} / {count}" for row, count in zip(matrix, received, strict=True)))
+    console.print(table)
+
+
+def save_plot(path: Path, runs: dict[str, Traffic]) -> None:
+    """A picture of the tokens from each PE to each PE: a line of squares per model, a square per layer."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise typer.BadParameter("needs matplotlib: pip install 'mori_triton[plot]'", param_hint="--plot") from None
+    figure = Figure(figsize=(3.2 * SHAPE["num_hidden_layers"] + 0.8, 3.5 * len(runs)), layout="constrained")
+    for part, (model, traffic) in zip(figure.subfigures(len(runs), 1, squeeze=False)[:, 0], runs.items(), strict=True):
+        most = max(count for matrix in traffic.values() for row in matrix for count in row)
+        axes = part.subplots(1, len(traffic), squeeze=False)[0]
+        for layer, (ax, matrix) in enumerate(zip(axes, traffic.values(), strict=True)):
+            image = ax.imshow(matrix, cmap="Blues", vmin=0, vmax=most)
+            ax.set(xticks=range(len(matrix)), yticks=range(len(matrix)), xlabel="to PE", title=f"layer {layer}")
+            for sender, row in enumerate(matrix):
+                for receiver, count in enumerate(row):
+                    shade = "white" if count > 0.6 * most else "black"
+                    ax.text(receiver, sender, str(count), ha="center", va="center", color=shade)
+        axes[0].set_ylabel("from PE")
+        part.colorbar(image, ax=axes, label="tokens")
+        part.suptitle(model)
+    figure.savefig(path, dpi=150)
+
+
+@app.command(help=__doc__)
+def main(
+    device: Annotated[str, typer.Option(help="Where PEs run: cpu (the emulated AMD device).")] = "cpu",
+    pes: Annotated[int, typer.Option(help="How many PEs share the experts: 1, 2, 4 or 8.")] = 4,
+    arch: Annotated[str, typer.Option(help="The AMD target to emulate.")] = "gfx1201",
+    seed: Annotated[int, typer.Option(help="Fixes the weights and picks the texts.")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="Save a picture of the traffic here (extra: plot).")] = None,
+) -> None:
+    if device != "cpu":
+        raise typer.BadParameter(f"{device!r} is not supported yet, only 'cpu' is", param_hint="--device")
+    if pes not in (1, 2, 4, 8):
+        raise typer.BadParameter(f"8 and 16 experts cannot be divided among {pes} PEs", param_hint="--pes")
+    texts = read_texts(pes, seed)
+    console.print(
+        f"{pes} PEs on emulated {arch} read {', '.join(str(text.numel()) for text in texts)} words of English\n"
+    )
+    runs: dict[str, Traffic] = {}
+    worst = 0.0
+    for model_class, config in MODELS:
+        torch.manual_seed(seed)
+        model = model_class(copy.deepcopy(config)).eval()
+        with torch.no_grad():
+            wanted = [model(text).logits for text in texts]
+        started = time.perf_counter()
+        logits, traffic = run_spread(model, texts, arch)
+        seconds = time.perf_counter() - started
+        difference = max(float((a - b).abs().max()) for a, b in zip(wanted, logits, strict=True))
+        verdict = "[green]equal[/]" if difference <= LIMIT else "[bold red]DIFFERENT[/]"
+        print_traffic(f"{model_class.__name__}: tokens sent / received", traffic)
+        console.print(f"largest logit difference {difference:.1e}, allowed {LIMIT:.0e}: {verdict} ({seconds:.1f} s)\n")
+        runs[model_class.__name__] = traffic
+        worst = max(worst, difference)
+    if plot:
+        save_plot(plot, runs)
+        console.print(f"saved {plot}")
+    raise typer.Exit(int(not worst <= LIMIT))
+
+
+if __name__ == "__main__":
+    app()
