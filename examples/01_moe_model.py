@@ -34,9 +34,9 @@ MODELS = [
     (MixtralForCausalLM, MixtralConfig(**SHAPE, **MIXTRAL, initializer_range=0.05)),
 ]
 
-Traffic = dict[str, list[list[int]]]  # layer name to tokens sent from PE (row) to PE (column)
+Traffic = list[list[layers.LayerTraffic]]  # [layer][PE]
 console = Console()
-app = typer.Typer(pretty_exceptions_enable=False)
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
 
 def read_texts(pes: int, seed: int) -> list[torch.Tensor]:
@@ -49,13 +49,7 @@ def read_texts(pes: int, seed: int) -> list[torch.Tensor]:
 def run_spread(model: PreTrainedModel, texts: list[torch.Tensor], arch: str) -> tuple[list[torch.Tensor], Traffic]:
     """The logits of each PE's text, with the model's experts spread over as many PEs as there are texts."""
     calls: list[layers.LayerTraffic] = []
-    columns = [
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    ]
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("layers of all PEs", total=SHAPE["num_hidden_layers"] * len(texts))
 
@@ -71,18 +65,16 @@ def run_spread(model: PreTrainedModel, texts: list[torch.Tensor], arch: str) -> 
 
         logits = mori.local_world(len(texts), device="cpu", arch=arch, timeout_s=100.0).run(program)
     calls.sort(key=lambda call: (call.layer, call.pe))
-    names = dict.fromkeys(call.layer for call in calls)
-    return logits, {name: [list(call.sent) for call in calls if call.layer == name] for name in names}
+    return logits, [calls[start : start + len(texts)] for start in range(0, len(calls), len(texts))]
 
 
 def print_traffic(title: str, traffic: Traffic) -> None:
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("layer")
-    for pe in range(len(next(iter(traffic.values())))):
-        table.add_column(f"PE {pe}", justify="right")
-    for layer, matrix in enumerate(traffic.values()):
-        received = [sum(column) for column in zip(*matrix, strict=True)]
-        table.add_row(str(layer), *(f"{sum(row)} / {count}" for row, count in zip(matrix, received, strict=True)))
+    for call in traffic[0]:
+        table.add_column(f"PE {call.pe}", justify="right")
+    for layer, calls in enumerate(traffic):
+        table.add_row(str(layer), *(f"{sum(call.sent)} / {sum(call.received)}" for call in calls))
     console.print(table)
 
 
@@ -92,11 +84,12 @@ def save_plot(path: Path, runs: dict[str, Traffic]) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise typer.BadParameter("needs matplotlib: pip install 'mori_triton[plot]'", param_hint="--plot") from None
-    figure = Figure(figsize=(3.2 * SHAPE["num_hidden_layers"] + 0.8, 3.5 * len(runs)), layout="constrained")
+    figure = Figure(figsize=(3.2 * SHAPE["num_hidden_layers"] + 0.8, 3.8 * len(runs)), layout="constrained")
     for part, (model, traffic) in zip(figure.subfigures(len(runs), 1, squeeze=False)[:, 0], runs.items(), strict=True):
-        most = max(count for matrix in traffic.values() for row in matrix for count in row)
+        matrices = [[call.sent for call in calls] for calls in traffic]
+        most = max(count for matrix in matrices for row in matrix for count in row)
         axes = part.subplots(1, len(traffic), squeeze=False)[0]
-        for layer, (ax, matrix) in enumerate(zip(axes, traffic.values(), strict=True)):
+        for layer, (ax, matrix) in enumerate(zip(axes, matrices, strict=True)):
             image = ax.imshow(matrix, cmap="Blues", vmin=0, vmax=most)
             ax.set(xticks=range(len(matrix)), yticks=range(len(matrix)), xlabel="to PE", title=f"layer {layer}")
             for sender, row in enumerate(matrix):
@@ -105,7 +98,7 @@ def save_plot(path: Path, runs: dict[str, Traffic]) -> None:
                     ax.text(receiver, sender, str(count), ha="center", va="center", color=shade)
         axes[0].set_ylabel("from PE")
         part.colorbar(image, ax=axes, label="tokens")
-        part.suptitle(model)
+        part.suptitle(model, weight="bold")
     figure.savefig(path, dpi=150)
 
 
@@ -122,9 +115,8 @@ def main(
     if pes not in (1, 2, 4, 8):
         raise typer.BadParameter(f"8 and 16 experts cannot be divided among {pes} PEs", param_hint="--pes")
     texts = read_texts(pes, seed)
-    console.print(
-        f"{pes} PEs on emulated {arch} read {', '.join(str(text.numel()) for text in texts)} words of English\n"
-    )
+    words = ", ".join(str(text.numel()) for text in texts)
+    console.print(f"{pes} PEs on the emulated {arch} read {words} words of English\n")
     runs: dict[str, Traffic] = {}
     worst = 0.0
     for model_class, config in MODELS:
