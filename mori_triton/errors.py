@@ -60,6 +60,10 @@ class PeerTimeout(MoriError, TimeoutError):
     """A wait reached its limit: lists kernel, PE, peer, the value expected and the value seen."""
 
 
+class ReceiveOverflow(MoriError, RuntimeError):
+    """More rows were sent to a PE than its receive buffers hold. Those beyond were dropped; nothing was written out of bounds."""
+
+
 def require(condition: bool, name: str, want: object, got: object) -> None:
     """Raise `ArgumentError` unless `condition`: "`name`: want `want`, got `got`"."""
     if not condition:

@@ -1,0 +1,23 @@
+"""MORI's `mori.ops`: dispatch and combine of expert-parallel mixture-of-experts models."""
+
+from mori_triton.ops.buffers import EpBufferLayout, EpRegion, ep_buffer_layout
+from mori_triton.ops.config import (
+    SUPPORTED_KERNEL_TYPES,
+    EpDispatchCombineConfig,
+    EpDispatchCombineKernelType,
+    expert_owner,
+)
+from mori_triton.ops.dispatch_combine import EpDispatchCombineOp
+from mori_triton.ops.local_expert_count import local_expert_count
+
+__all__ = [
+    "SUPPORTED_KERNEL_TYPES",
+    "EpBufferLayout",
+    "EpDispatchCombineConfig",
+    "EpDispatchCombineKernelType",
+    "EpDispatchCombineOp",
+    "EpRegion",
+    "ep_buffer_layout",
+    "expert_owner",
+    "local_expert_count",
+]

@@ -1,0 +1,155 @@
+"""The problem a dispatch/combine op solves: `EpDispatchCombineConfig`, MORI's fields in MORI's order with MORI's defaults.
+
+Notation used all over `ops`: `n` tokens of this PE in this call, `M = max_num_inp_token_per_rank`, `k = num_experts_per_token`,
+`E = num_experts_per_rank`, `h` the hidden size of a call (at most `hidden_dim`), `R = max_num_tokens_to_recv`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+
+from mori_triton.errors import require
+
+PAYLOAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+QUANT_TYPES = ("none",)
+MAX_TOP_K = 128
+_INT32_MAX = 2**31 - 1
+
+
+class EpDispatchCombineKernelType(enum.IntEnum):
+    """How tokens travel; MORI's values. `SUPPORTED_KERNEL_TYPES` lists those that work."""
+
+    IntraNode = 0
+    InterNode = 1
+    InterNodeV1 = 2
+    InterNodeV1LL = 3
+    AsyncLL = 4
+    IntraNodeLL = 5
+
+
+SUPPORTED_KERNEL_TYPES = (EpDispatchCombineKernelType.IntraNode,)
+
+
+@dataclass(frozen=True)
+class EpDispatchCombineConfig:
+    """What is dispatched among whom. Equal on every PE, except `rank`.
+
+    Args:
+        data_type: payload dtype; a label as in MORI, the dtype of a call is its input's: float32, bfloat16 or float16.
+        rank: this PE, in `[0, world_size)`.
+        world_size: number of PEs, any number from 1.
+        hidden_dim: elements of the widest row that a call may bring; narrower rows are fine.
+        scale_dim: entries of a token's scale row; 0: no scales.
+        scale_type_size: bytes of a scale entry; 0: no scales.
+        max_token_type_size: bytes of the widest payload element that a call may bring; sizes the buffers.
+        max_num_inp_token_per_rank: `M`, the most tokens that a PE may dispatch in one call.
+        num_experts_per_rank: `E`; expert `i` lives on PE `i // E`.
+        num_experts_per_token: `k`, at most 128.
+        warp_num_per_block, block_num: MORI's launch shape; accepted and not used, see `EpDispatchCombineOp.get_launch_config`.
+        max_total_recv_tokens: 0, or a wish for smaller receive buffers: `R = world_size * min(ceil(this / world_size), M)`.
+            Tokens beyond `R` are dropped, and the receiver raises `ReceiveOverflow`.
+        use_external_inp_buf: False: combine's input is always the registered buffer.
+        kernel_type: only `IntraNode` for now.
+        gpu_per_node, rdma_block_num, num_qp_per_pe: of the kernel types that cross nodes; `IntraNode` does not use them.
+        quant_type: only "none" for now.
+
+    Raises:
+        ArgumentError: a field is out of its range, or asks for what is not supported; the message lists what is.
+    """
+
+    data_type: torch.dtype
+    rank: int
+    world_size: int
+    hidden_dim: int
+    scale_dim: int
+    scale_type_size: int
+    max_token_type_size: int
+    max_num_inp_token_per_rank: int
+    num_experts_per_rank: int
+    num_experts_per_token: int
+    warp_num_per_block: int = 8
+    block_num: int = 80
+    max_total_recv_tokens: int = 0
+    use_external_inp_buf: bool = True
+    kernel_type: EpDispatchCombineKernelType = EpDispatchCombineKernelType.IntraNode
+    gpu_per_node: int = 8
+    rdma_block_num: int = 0
+    num_qp_per_pe: int = 1
+    quant_type: str = "none"
+
+    def __post_init__(self) -> None:
+        supported = ", ".join(t.name for t in SUPPORTED_KERNEL_TYPES)
+        require(self.kernel_type in SUPPORTED_KERNEL_TYPES, "kernel_type", f"one of: {supported}", self.kernel_type)
+        require(
+            self.quant_type in QUANT_TYPES, "quant_type", f"one of: {', '.join(QUANT_TYPES)}", repr(self.quant_type)
+        )
+        dtypes = " or ".join(map(str, PAYLOAD_DTYPES))
+        require(self.data_type in PAYLOAD_DTYPES, "data_type", dtypes, self.data_type)
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            require(isinstance(value, int) and value >= 1, name, "an int >= 1", repr(value))
+        for name in ("scale_dim", "scale_type_size", "max_total_recv_tokens", "rdma_block_num"):
+            value = getattr(self, name)
+            require(isinstance(value, int) and value >= 0, name, "an int >= 0", repr(value))
+        require(0 <= self.rank < self.world_size, "rank", f"in [0, {self.world_size})", self.rank)
+        require(
+            self.num_experts_per_token <= MAX_TOP_K,
+            "num_experts_per_token",
+            f"<= {MAX_TOP_K}",
+            self.num_experts_per_token,
+        )
+        require(
+            self.max_token_type_size >= self.data_type.itemsize,
+            "max_token_type_size",
+            f">= {self.data_type.itemsize}, the bytes of {self.data_type}",
+            self.max_token_type_size,
+        )
+        # both maps hold pe * rows + row in an int32, and expert ids are int32
+        rows = self.world_size * max(self.max_recv, self.max_num_inp_token_per_rank)
+        require(rows <= _INT32_MAX, "world_size * receive rows", f"<= {_INT32_MAX}", rows)
+        require(
+            self.num_experts <= _INT32_MAX, "world_size * num_experts_per_rank", f"<= {_INT32_MAX}", self.num_experts
+        )
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of all PEs; ids outside `[0, num_experts)` are dropped."""
+        return self.world_size * self.num_experts_per_rank
+
+    @property
+    def max_recv_per_rank(self) -> int:
+        """The most rows counted on from one source PE."""
+        quota = -(-self.max_total_recv_tokens // self.world_size) or self.max_num_inp_token_per_rank
+        return min(quota, self.max_num_inp_token_per_rank)
+
+    @property
+    def max_recv(self) -> int:
+        """`R`: rows of every receive buffer."""
+        return self.world_size * self.max_recv_per_rank
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a token's scale row."""
+        return self.scale_dim * self.scale_type_size
+
+
+_POSITIVE = (
+    "world_size",
+    "hidden_dim",
+    "max_token_type_size",
+    "max_num_inp_token_per_rank",
+    "num_experts_per_rank",
+    "num_experts_per_token",
+    "warp_num_per_block",
+    "block_num",
+    "gpu_per_node",
+    "num_qp_per_pe",
+)
+
+
+def expert_owner(expert: int, config: EpDispatchCombineConfig) -> int:
+    """The PE that expert id `expert` lives on, -1 for an id outside `[0, num_experts)`."""
+    return expert // config.num_experts_per_rank if 0 <= expert < config.num_experts else -1
