@@ -61,7 +61,7 @@ class PeerTimeout(MoriError, TimeoutError):
 
 
 class ReceiveOverflow(MoriError, RuntimeError):
-    """More rows were sent to a PE than its receive buffers hold. Those beyond were dropped; nothing was written out of bounds."""
+    """More rows were sent to a PE than its receive buffers hold; those beyond were dropped, nothing else was hurt."""
 
 
 def require(condition: bool, name: str, want: object, got: object) -> None:

@@ -39,8 +39,8 @@ class EpBufferLayout:
 def ep_buffer_layout(config: EpDispatchCombineConfig) -> EpBufferLayout:
     """Sizes of an op's buffers; the op allocates exactly this. Needs no heap and no device.
 
-    Peers write `recv_*` (dispatch), the signal words and `recv_slots`; peers read `combine_in*` (combine). The rest is touched
-    by the owner only.
+    Peers write `recv_*` (dispatch), the signal words and `recv_slots`; peers read `combine_in*` (combine). The rest is
+    touched by the owner only.
     """
     n, k, rows, tokens = (
         config.world_size,

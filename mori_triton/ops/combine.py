@@ -1,7 +1,7 @@
 """combine: every token's rows back from the PEs that it went to, summed. Argument checks, launches, reference.
 
-Protocol: `copy` puts this PE's rows where peers read them and signals, every program of `reduce` waits for all PEs, pulls and
-sums; see docs/protocol.md.
+Protocol: `copy` puts this PE's rows where peers read them and signals, every program of `reduce` waits for all PEs,
+pulls and sums; see docs/protocol.md.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def check_combine(
     """Raise `ArgumentError` for anything that `combine` cannot take. Launches nothing.
 
     Args:
-        dispatched: `[num_tokens, k]` int32, a copy of the indices given to dispatch, or an empty tensor where comparing is dear.
+        dispatched: `[num_tokens, k]` int32, a copy of the indices given to dispatch, or an empty tensor where comparing
+            is dear.
         num_tokens: rows given to dispatch.
         num_received: rows that dispatch received, None where only the device knows.
     """
@@ -82,8 +83,8 @@ def launch_combine(
         shape: launch shape only.
 
     Returns:
-        `[M, h]` of the dtype of `rows` and `[M, k]` float32 (None without weights), views of this PE's buffers; rows from
-        `num_tokens` on hold anything.
+        `[M, h]` of the dtype of `rows` and `[M, k]` float32 (None without weights), views of this PE's buffers; rows
+        from `num_tokens` on hold anything.
 
     Source: docs/protocol.md; reference: `combine_torch`.
     """
@@ -101,7 +102,8 @@ def launch_combine(
     copies = num_rows * num_pieces if not in_place else num_rows if weights is not None else 1
     launch(
         combine_copy_kernel, (max(1, min(copies, shape.num_programs)),),
-        ctx, None if in_place else rows.detach(), None if weights is None else weights.detach(), registered, registered_weights,
+        ctx, None if in_place else rows.detach(), None if weights is None else weights.detach(),
+        registered, registered_weights,
         buffers.view("total_recv", i32, 1), signals, epoch, buffers.view("combine_arrivals", i32, 1),
         k, num_rows, row_bytes // align, num_pieces,
         ALIGN=align, BLOCK=shape.piece_bytes // min(align, 4), BLOCK_K=block_k(k), num_warps=shape.num_warps,
@@ -112,10 +114,12 @@ def launch_combine(
     # launched for no tokens too: the wait keeps this PE from running ahead of its peers
     launch(
         combine_reduce_kernel, (max(1, min(num_tokens * num_pieces, shape.num_programs)),),
-        ctx, registered, None if weights is None else registered_weights, buffers.view("forward", i32, most, k), signals, epoch,
+        ctx, registered, None if weights is None else registered_weights, buffers.view("forward", i32, most, k),
+        signals, epoch,
         out, out_weights,
         num_tokens, k, config.max_recv, row_bytes // align, num_pieces,
-        ALIGN=align, BLOCK=shape.piece_bytes // rows.itemsize, BLOCK_K=block_k(k), TAG=WAIT_TAG, num_warps=shape.num_warps,
+        ALIGN=align, BLOCK=shape.piece_bytes // rows.itemsize, BLOCK_K=block_k(k), TAG=WAIT_TAG,
+        num_warps=shape.num_warps,
     )  # fmt: skip
     return out, None if weights is None else out_weights
 

@@ -1,7 +1,9 @@
-"""The problem a dispatch/combine op solves: `EpDispatchCombineConfig`, MORI's fields in MORI's order with MORI's defaults.
+"""The problem a dispatch/combine op solves: `EpDispatchCombineConfig`, MORI's fields in MORI's order with MORI's
+defaults.
 
-Notation used all over `ops`: `n` tokens of this PE in this call, `M = max_num_inp_token_per_rank`, `k = num_experts_per_token`,
-`E = num_experts_per_rank`, `h` the hidden size of a call (at most `hidden_dim`), `R = max_num_tokens_to_recv`.
+Notation used all over `ops`: `n` tokens of this PE in this call, `M = max_num_inp_token_per_rank`, `k =
+num_experts_per_token`, `E = num_experts_per_rank`, `h` the hidden size of a call (at most `hidden_dim`), `R =
+max_num_tokens_to_recv`.
 """
 
 from __future__ import annotations
@@ -48,12 +50,14 @@ class EpDispatchCombineConfig:
         max_num_inp_token_per_rank: `M`, the most tokens that a PE may dispatch in one call.
         num_experts_per_rank: `E`; expert `i` lives on PE `i // E`.
         num_experts_per_token: `k`, at most 128.
-        warp_num_per_block, block_num: MORI's launch shape; accepted and not used, see `EpDispatchCombineOp.get_launch_config`.
-        max_total_recv_tokens: 0, or a wish for smaller receive buffers: `R = world_size * min(ceil(this / world_size), M)`.
-            Tokens beyond `R` are dropped, and the receiver raises `ReceiveOverflow`.
+        warp_num_per_block, block_num: MORI's launch shape; accepted and not used, see
+            `EpDispatchCombineOp.get_launch_config`.
+        max_total_recv_tokens: 0, or a wish for smaller receive buffers: `R = world_size * min(ceil(this / world_size),
+            M)`. Tokens beyond `R` are dropped, and the receiver raises `ReceiveOverflow`.
         use_external_inp_buf: False: combine's input is always the registered buffer.
         kernel_type: only `IntraNode` for now.
-        gpu_per_node, rdma_block_num, num_qp_per_pe: of the kernel types that cross nodes; `IntraNode` does not use them.
+        gpu_per_node, rdma_block_num, num_qp_per_pe: of the kernel types that cross nodes; `IntraNode` does not use
+            them.
         quant_type: only "none" for now.
 
     Raises:

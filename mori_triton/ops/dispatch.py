@@ -1,7 +1,7 @@
 """dispatch: every token to the PEs of its experts, once per PE. Argument checks, launches, reference.
 
-Protocol: `route` gives every (token, destination PE) a slot in that PE's receive buffers, `copy` writes the rows and signals,
-`wait` waits for the signals of all PEs; see docs/protocol.md.
+Protocol: `route` gives every (token, destination PE) a slot in that PE's receive buffers, `copy` writes the rows and
+signals, `wait` waits for the signals of all PEs; see docs/protocol.md.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def check_payload(name: str, tensor: torch.Tensor, config: EpDispatchCombineConf
 
 
 def is_absent(tensor: torch.Tensor | None, num_rows: int) -> bool:
-    """None, or a tensor that holds nothing where `num_rows` rows would be due (`torch.empty(0)`, `[n, 0]`, `[0, k]`)."""
+    """None, or a tensor that holds nothing where `num_rows` rows would be due (`torch.empty(0)`, `[n, 0]`, `[0,
+    k]`).
+    """
     return tensor is None or (
         isinstance(tensor, torch.Tensor) and tensor.numel() == 0 and (num_rows > 0 or tensor.dim() < 2)
     )
@@ -144,9 +146,10 @@ def launch_dispatch(
         None if scales is None else buffers.view("recv_scales", torch.uint8, rows, config.scale_bytes),
         buffers.view("recv_sources", i32, rows),
         signals, epoch, buffers.view("dispatch_arrivals", i32, 1),
-        n, k, rows, config.max_num_inp_token_per_rank, row_bytes // align, num_pieces, config.scale_bytes // scale_align,
-        ALIGN=align, BLOCK=block, BLOCK_K=block_k(k), SCALE_ALIGN=scale_align,
-        SCALE_BLOCK=max(64, triton.next_power_of_2(config.scale_bytes // min(scale_align, 4))), num_warps=shape.num_warps,
+        n, k, rows, config.max_num_inp_token_per_rank, row_bytes // align, num_pieces, config.scale_bytes //
+        scale_align, ALIGN=align, BLOCK=block, BLOCK_K=block_k(k), SCALE_ALIGN=scale_align,
+        SCALE_BLOCK=max(64, triton.next_power_of_2(config.scale_bytes // min(scale_align, 4))),
+        num_warps=shape.num_warps,
     )  # fmt: skip
     launch(
         dispatch_wait_kernel, (1,),

@@ -1,6 +1,7 @@
 """EpDispatchCombineOp: MORI's dispatch/combine over the symmetric heap, as a host state machine around five kernels.
 
-Rounds alternate strictly: dispatch, combine, dispatch, combine. docs/protocol.md says why one set of buffers is then enough.
+Rounds alternate strictly: dispatch, combine, dispatch, combine. docs/protocol.md says why one
+set of buffers is then enough.
 """
 
 from __future__ import annotations
@@ -45,15 +46,16 @@ class _Phase(enum.Enum):
 class EpDispatchCombineOp:
     """Sends tokens to the PEs of their experts and the experts' outputs back.
 
-    Collective to construct, to call, to `reset` and to `close`: every PE, same order. Several ops may live at once, each with its
-    own buffers. Outputs are views of the op's buffers, valid until the next call of the same kind.
+    Collective to construct, to call, to `reset` and to `close`: every PE, same order. Several ops may live at once,
+    each with its own buffers. Outputs are views of the op's buffers, valid until the next call of the same kind.
 
     Args:
         config: the problem, equal on every PE but for `rank`.
 
     Raises:
         StateError: shmem is not initialised.
-        ArgumentError: rank or world size are not this PE's, a peer is not reachable by load/store, or PEs' configs differ.
+        ArgumentError: rank or world size are not this PE's, a peer is not reachable by load/store, or PEs' configs
+            differ.
         HeapError: the symmetric heap has no room; the message says how many bytes this config needs.
     """
 
@@ -94,7 +96,7 @@ class EpDispatchCombineOp:
         state.bootstrap.barrier("EpDispatchCombineOp: buffers are clear")
         self._phase = _Phase.IDLE
 
-    # -- sizes ----------------------------------------------------------------------------------------------------------
+    # -- sizes -----------------------------------------------------------------------------------------------
 
     def max_num_tokens_to_recv(self) -> int:
         """Rows of dispatch's outputs, `R`."""
@@ -135,7 +137,7 @@ class EpDispatchCombineOp:
             num_warps=shape.num_warps if warp_per_block == -1 else warp_per_block,
         )
 
-    # -- one round ------------------------------------------------------------------------------------------------------
+    # -- one round -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def dispatch(
@@ -158,23 +160,23 @@ class EpDispatchCombineOp:
             input: `[n, h]` float32, bfloat16 or float16, contiguous, `0 <= n <= M`, `h <= hidden_dim`.
             weights: `[n, k]` float32, or None (on every PE, except where `n` is 0).
             scales: `[n, scale_dim]` of `scale_type_size` bytes an entry, or None; travels unread.
-            indices: `[n, k]` int32 global expert ids. Ids outside `[0, world_size * num_experts_per_rank)` are dropped, a PE
-                named twice in a row gets the token once.
+            indices: `[n, k]` int32 global expert ids. Ids outside `[0, world_size * num_experts_per_rank)` are dropped,
+                a PE named twice in a row gets the token once.
             block_num, rdma_block_num, warp_per_block: launch shape, see `get_launch_config`.
             call_local_expert_count: also fill `self.local_expert_count`, int32 `[num_experts_per_rank]`.
             routing, return_routing: MORI's routing handles, not supported yet.
 
         Returns:
-            out `[R, h]`, out_weights `[R, k]` float32, out_scales `[R, scale_dim]` (None without scales), out_indices `[R, k]`
-            int32 and total_recv `[1]` int32. Rows from total_recv on hold anything, and so does out_weights when the senders
-            gave none. Rows come in no particular order: `get_dispatch_src_token_pos` tells whose each is. total_recv is good
-            until the next dispatch.
+            out `[R, h]`, out_weights `[R, k]` float32, out_scales `[R, scale_dim]` (None without scales), out_indices
+            `[R, k]` int32 and total_recv `[1]` int32. Rows from total_recv on hold anything, and so does out_weights
+            when the senders gave none. Rows come in no particular order: `get_dispatch_src_token_pos` tells whose each
+            is. total_recv is good until the next dispatch.
 
         Raises:
             ArgumentError: an argument is not as above; nothing was launched.
             StateError: closed, finalized, or the last dispatch still waits for its combine; nothing was launched.
-            ReceiveOverflow: more than `R` rows came (`max_total_recv_tokens` is too small); those beyond were dropped, the
-                round can go on with combine.
+            ReceiveOverflow: more than `R` rows came (`max_total_recv_tokens` is too small); those beyond were dropped,
+                the round can go on with combine.
             PeerTimeout: a peer's rows did not come in time; `reset` makes the op usable again.
         """
         self._check_usable()
@@ -222,22 +224,24 @@ class EpDispatchCombineOp:
         *,
         routing: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Bring the rows back and sum them by token, unweighted. Collective; `h`, dtype and the presence of weights agree.
+        """Bring the rows back and sum them by token, unweighted. Collective: `h`, dtype, weights or none on every PE.
 
         Args:
-            input: `[>= total_recv, h]`, row r belongs to row r of dispatch's outputs. Dtype and `h` may differ from dispatch's.
-                The buffer of `get_registered_combine_input_buffer` is used as it is, anything else is copied.
+            input: `[>= total_recv, h]`, row r belongs to row r of dispatch's outputs. Dtype and `h` may differ from
+                dispatch's. The buffer of `get_registered_combine_input_buffer` is used as it is, anything else is
+                copied.
             weights: `[>= total_recv, k]` float32, or None.
-            indices: `[n, k]` int32, the tensor given to dispatch, not what dispatch returned. Checked, not used: the routing of
-                dispatch is what counts.
+            indices: `[n, k]` int32, the tensor given to dispatch, not what dispatch returned. Checked, not used: the
+                routing of dispatch is what counts.
             block_num, rdma_block_num, warp_per_block: launch shape, see `get_launch_config`.
             use_external_inp_buf: -1: as configured; 0: `input` must be the registered buffer.
             call_reset: `reset` afterwards.
             routing: MORI's routing handles, not supported yet.
 
         Returns:
-            out `[M, h]`: for each token the float32 sum of its rows over its distinct PEs, in the order of its ids, rounded
-            once (0 for a token that went nowhere), and out_weights `[M, k]` float32, summed alike, or None. Rows from n on hold
+            out `[M, h]`: for each token the float32 sum of its rows over its distinct PEs, in the order of its ids,
+            rounded once (0 for a token that went nowhere), and out_weights `[M, k]` float32, summed alike, or None.
+            Rows from n on hold
             anything, also rows of earlier rounds: slice by n.
 
         Raises:
@@ -273,7 +277,7 @@ class EpDispatchCombineOp:
         return results
 
     def reset(self) -> None:
-        """Forget the round in progress and any failure: as after construction. Collective, waits for this PE's kernels."""
+        """As after construction: forget the round in progress and any failure. Collective, waits for kernels."""
         self._check_usable()
         # nobody clears while a peer may still signal, and nobody starts before all have cleared
         self._state.driver.synchronize()
@@ -284,12 +288,12 @@ class EpDispatchCombineOp:
         self._dispatched, self._num_tokens, self._rounds = self._dispatched[:0], 0, 0
         self._phase = _Phase.IDLE
 
-    # -- what a round left behind -----------------------------------------------------------------------------------------
+    # -- what a round left behind ----------------------------------------------------------------------------
 
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
-        """Where the rows of the newest dispatch come from: int32 `[total_recv]`, `source PE * M + token`. Waits for the device.
+        """Whose rows the newest dispatch brought: int32 `[total_recv]`, `source PE * M + token`. Waits for the device.
 
-        `decode_send_flat_idx` takes it apart. A view, valid until the next dispatch. StateError before the first dispatch.
+        `decode_send_flat_idx` takes it apart. A view, valid until the next dispatch. StateError before the first one.
         """
         self._check_usable()
         if self._rounds == 0:
@@ -304,7 +308,7 @@ class EpDispatchCombineOp:
         return flat_idx // most, flat_idx % most
 
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
-        """`[R, hidden_dim]` of the buffer that peers read in combine: rows written here need no copy. -1: the config's width.
+        """`[R, hidden_dim]` of the buffer that peers read in combine: rows written here need no copy. -1: full width.
 
         Write it between dispatch and combine only; at other times peers may be reading it.
         """
@@ -316,10 +320,10 @@ class EpDispatchCombineOp:
         require(dtype.itemsize <= wide, "dtype", f"at most max_token_type_size = {wide} bytes", dtype)
         return self._buffers.view("combine_in", dtype, self.config.max_recv, h)
 
-    # -- end ------------------------------------------------------------------------------------------------------------
+    # -- end -------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give the buffers back. Collective, idempotent; after shmem was finalized there is nothing left to give back."""
+        """Give the buffers back. Collective, idempotent; after shmem was finalized there is nothing to give back."""
         if self._phase is _Phase.CLOSED:
             return
         self._phase = _Phase.CLOSED
@@ -342,7 +346,7 @@ class EpDispatchCombineOp:
             # the peers may be anywhere: a barrier could wait for ever, and freed memory could be written
             self._phase = _Phase.CLOSED
 
-    # -- inside -----------------------------------------------------------------------------------------------------------
+    # -- inside ----------------------------------------------------------------------------------------------
 
     def _on_host(self) -> bool:
         """Whether launches are over when they return and memory is read without waiting: the emulated device."""
@@ -364,8 +368,8 @@ class EpDispatchCombineOp:
                 self._buffers.view("overflow", torch.int64, 1).zero_()
                 rows = self.config.max_recv
                 raise ReceiveOverflow(
-                    f"PE {self.config.rank} was sent {rows + lost} rows, {lost} more than its buffers hold (R = {rows}, from "
-                    f"max_total_recv_tokens = {self.config.max_total_recv_tokens}); they were dropped"
+                    f"PE {self.config.rank} was sent {rows + lost} rows, {lost} more than its buffers hold "
+                    f"(R = {rows}, from max_total_recv_tokens = {self.config.max_total_recv_tokens}); they were dropped"
                 )
 
     def _check_same_config(self) -> None:

@@ -1,7 +1,8 @@
-"""The two kernels of a combine: copy (expert outputs to where peers can read them) and reduce (pull and sum a token's rows).
+"""The two kernels of a combine: copy (expert outputs to where peers can read them) and reduce (pull and sum a token's
+rows).
 
-Protocol, argued in docs/protocol.md: the program of `copy` that arrives last signals every peer; every program of `reduce` waits
-for all PEs by itself, because it then reads what they wrote.
+Protocol, argued in docs/protocol.md: the program of `copy` that arrives last signals every peer; every program of
+`reduce` waits for all PEs by itself, because it then reads what they wrote.
 """
 
 import triton
@@ -76,7 +77,8 @@ def combine_reduce_kernel(
 ):
     """Sum a token's rows over its distinct destination PEs, in the order of its ids, in float32, rounded once.
 
-    Nothing is written when a wait times out. The epoch is only read here: this kernel's programs start at different times.
+    Nothing is written when a wait times out. The epoch is only read here: this kernel's programs start at different
+    times.
     """
     UNIT: tl.constexpr = ALIGN // (out_ptr.dtype.element_ty.primitive_bitwidth // 8)
     hidden = row_units * UNIT
@@ -100,7 +102,7 @@ def combine_reduce_kernel(
                     row_sum += tl.load(there + offs, mask=mask, other=0.0).to(tl.float32)
             out = out_ptr + row_offset(token, hidden)
             tl.store(out + offs, row_sum.to(out_ptr.dtype.element_ty), mask=mask)
-            if combine_in_weights_ptr is not None:
+            if combine_in_weights_ptr is not None:  # noqa: SIM102 - Triton decides this one while compiling
                 if piece == 0:
                     weight_sum = tl.zeros([BLOCK_K], tl.float32)
                     for k in range(top_k):

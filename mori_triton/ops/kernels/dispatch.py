@@ -1,7 +1,7 @@
 """The three kernels of a dispatch: route (give out slots), copy (write rows to the peers), wait (for the peers' rows).
 
-Protocol, argued in docs/protocol.md: a kernel boundary joins the programs of one PE, so no program waits for another of its own
-grid. The program of `copy` that arrives last signals every peer; `wait` alone polls.
+Protocol, argued in docs/protocol.md: a kernel boundary joins the programs of one PE, so no program waits for another of
+its own grid. The program of `copy` that arrives last signals every peer; `wait` alone polls.
 """
 
 import triton
@@ -141,8 +141,8 @@ def dispatch_wait_kernel(
 ):
     """One program: wait for every PE's dispatch, take the number of rows, free the slots for the next round.
 
-    On time-out nothing is advanced and the total is 0. Nobody asks for a slot here before this PE's combine has signalled,
-    which comes after this kernel, so the counter may be set back by a plain store.
+    On time-out nothing is advanced and the total is 0. Nobody asks for a slot here before this PE's combine has
+    signalled, which comes after this kernel, so the counter may be set back by a plain store.
     """
     epoch = tl.load(epoch_ptr) + 1
     seen = shmem.wait_all_ge(ctx, signals_ptr, shmem.n_pes(ctx), epoch, TAG)
