@@ -1,0 +1,407 @@
+"""The symmetric heap: one allocation per PE, mapped by every PE that can reach it, handed out at equal offsets on all PEs.
+
+Also the owner of a PE's device context (`ctx`, the tensor through which kernels and host meet) and of its error log.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import zlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mori_triton.errors import ArgumentError, DriverError, HeapError, StateError, require
+from mori_triton.host import context
+from mori_triton.host.allocator import Allocator, Block
+from mori_triton.host.bootstrap.base import Bootstrap
+from mori_triton.host.drivers.base import Driver, MemoryKind
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_ALIGNMENT = 256
+SYNC_NAME = "barrier_all sync words"
+
+
+class Region(NamedTuple):
+    """Memory that kernels of a PE may touch: `pe` is the PE whose memory it is."""
+
+    address: int
+    num_bytes: int
+    name: str
+    pe: int
+
+
+class SymmetricHeap:
+    """Collective to create: every PE, same size.
+
+    Args:
+        num_bytes: size of this PE's heap, the same on all.
+        kind: memory kind of the heap.
+        timeout_s: limit of waits in kernels, written to the context; None: no limit.
+        node: identity of this PE's node; peers on other nodes are not mapped.
+        gpus_per_node: PEs `k*g` to `k*g+g-1` form a node of their own; None: as many as `node` says.
+        reach_peers: False maps no peer at all.
+
+    Raises:
+        HeapError: on every PE, when PEs ask for different sizes or one of them cannot allocate or map.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        bootstrap: Bootstrap,
+        num_bytes: int,
+        *,
+        kind: MemoryKind = MemoryKind.UNCACHED,
+        timeout_s: float | None = 30.0,
+        node: str = "",
+        gpus_per_node: int | None = None,
+        reach_peers: bool = True,
+    ) -> None:
+        self.driver, self.bootstrap = driver, bootstrap
+        self.pe, self.n_pes = bootstrap.pe, bootstrap.n_pes
+        self.num_bytes, self.timeout_s = num_bytes, timeout_s
+        self._num_mallocs = 0
+        self._freed: dict[int, Block] = {}
+        self._closed = False
+        self._ctx: torch.Tensor | None = None
+        self._base = self._context_address = 0
+        self._peer_bases: list[int] = [0] * self.n_pes
+        mine = self._allocate(node, kind)
+        try:
+            self._connect(mine, gpus_per_node, reach_peers)
+        except BaseException:
+            self._release()
+            raise
+
+    # -- set-up ---------------------------------------------------------------------------------------------------------
+
+    def _allocate(self, node: str, kind: MemoryKind) -> dict[str, Any]:
+        """This PE's part of the set-up; a failure is not raised but told to all, so that all fail together."""
+        facts: dict[str, Any] = {"bytes": self.num_bytes, "node": node, "error": None}
+        least = context.BARRIER_WORDS * 8
+        try:
+            if not isinstance(self.num_bytes, int) or self.num_bytes < least:
+                raise HeapError(f"a heap of {self.num_bytes} bytes is too small: {SYNC_NAME} alone need {least}")
+            self._allocator = Allocator(self.num_bytes)
+            alignment = 1 << (self.num_bytes.bit_length() - 1)
+            self._base = self.driver.alloc(self.num_bytes, kind=kind, alignment=max(alignment, 4096), exportable=True)
+            self._context_address = self.driver.alloc(self._context_bytes(), kind=MemoryKind.FINE_GRAINED)
+            facts["handle"] = self.driver.export_handle(self._base).hex()
+            # what every heap can promise: the largest power of two that divides its address
+            facts["alignment"] = self._base & -self._base
+        except (DriverError, HeapError, ArgumentError) as error:
+            facts["error"] = str(error)
+        return facts
+
+    def _connect(self, mine: dict[str, Any], gpus_per_node: int | None, reach_peers: bool) -> None:
+        others = [json.loads(facts) for facts in self.bootstrap.allgather(json.dumps(mine).encode(), "heap set-up")]
+        self._agree("heap size", [facts["bytes"] for facts in others])
+        self._all_fine([facts["error"] for facts in others])
+        self._max_alignment = min(facts["alignment"] for facts in others)
+        problem = None
+        try:
+            for peer, facts in enumerate(others):
+                same_node = facts["node"] == mine["node"]
+                if gpus_per_node is not None:
+                    same_node = same_node and peer // gpus_per_node == self.pe // gpus_per_node
+                if peer == self.pe:
+                    self._peer_bases[peer] = self._base
+                elif same_node and reach_peers:
+                    self._peer_bases[peer] = self.driver.import_handle(bytes.fromhex(facts["handle"]))
+            self._write_tables()
+        except DriverError as error:
+            problem = str(error)
+        # also the barrier that closes the set-up: nobody signals to words that their owner has yet to clear
+        problems = self.bootstrap.allgather(json.dumps(problem).encode(), "heap set-up, peers mapped")
+        self.driver.end_export(self._base)
+        self._all_fine([json.loads(text) for text in problems])
+
+    def _context_bytes(self) -> int:
+        return context.CONTEXT_BYTES + self._table_bytes() + context.ERROR_LOG_BYTES
+
+    def _table_bytes(self) -> int:
+        return -(-self.n_pes * 8 // 64) * 64
+
+    def _write_tables(self) -> None:
+        sync = self._allocator.allocate(context.BARRIER_WORDS * 8, DEFAULT_ALIGNMENT, SYNC_NAME)
+        assert sync is not None
+        self.driver.memset(self._base + sync.offset, 0, sync.num_bytes)
+        bases = self._context_address + context.CONTEXT_BYTES
+        self._error_log = bases + self._table_bytes()
+        ticks = 0 if self.timeout_s is None else max(1, math.ceil(self.timeout_s * self.driver.ticks_per_second))
+        packed = context.pack_context(
+            pe=self.pe,
+            n_pes=self.n_pes,
+            heap_base=self._base,
+            heap_bytes=self.num_bytes,
+            peer_bases=bases,
+            sync=self._base + sync.offset,
+            errors=self._error_log,
+            timeout_ticks=ticks,
+        )
+        self.driver.write(self._context_address, packed)
+        self.driver.write(bases, struct.pack(f"<{self.n_pes}Q", *self._peer_bases))
+        self.driver.write(self._error_log, context.empty_error_log())
+        self.driver.synchronize()
+
+    # -- allocation -----------------------------------------------------------------------------------------------------
+
+    def malloc(self, num_bytes: int, alignment: int = DEFAULT_ALIGNMENT, name: str = "") -> int:
+        """Address of `num_bytes` uninitialised bytes at the same offset on every PE; 0 for 0 bytes. Collective.
+
+        Raises:
+            HeapError: on every PE, when PEs differ in size, alignment, name or what they have allocated so far (lists each
+                PE's value), or when the heap has no room. Nothing is changed.
+            ArgumentError: size negative, alignment not a power of two or above what the heap's address allows.
+        """
+        self._check_open()
+        name = name or f"allocation {self._num_mallocs}"
+        mine = {
+            "size in bytes": num_bytes if isinstance(num_bytes, int) else repr(num_bytes),
+            "alignment": alignment if isinstance(alignment, int) else repr(alignment),
+            "name": name,
+            "number of earlier mallocs": self._num_mallocs,
+            "live allocations (a PE frees in another order, or not at all)": self._live_text(),
+        }
+        self._num_mallocs += 1
+        calls = [json.loads(call) for call in self.bootstrap.allgather(json.dumps(mine).encode(), "symmetric malloc")]
+        differing = {
+            field: [call[field] for call in calls] for field in mine if len({str(call[field]) for call in calls}) > 1
+        }
+        for field, values in differing.items():
+            self._agree(f"malloc: {field}", values, calls)
+        require(isinstance(num_bytes, int) and num_bytes >= 0, "num_bytes", "a size from 0 on", num_bytes)
+        fits = isinstance(alignment, int) and alignment > 0 and alignment & (alignment - 1) == 0
+        require(fits, "alignment", "a power of two", alignment)
+        require(
+            alignment <= self._max_alignment, "alignment", f"at most {self._max_alignment}, the heap's own", alignment
+        )
+        if num_bytes == 0:
+            return 0
+        block = self._allocator.allocate(num_bytes, alignment, name)
+        if block is None:
+            raise HeapError(self._exhausted(num_bytes, alignment, name))
+        self._freed = {
+            offset: old
+            for offset, old in self._freed.items()
+            if not block.offset <= offset < block.offset + block.extent
+        }
+        return self._base + block.offset
+
+    def free(self, address: int | None) -> None:
+        """Give back what `malloc` returned; 0 and None are ignored. Local: every PE frees the same, in any order, before the
+        next `malloc`, which checks it. `HeapError` for anything else, with no change.
+        """
+        self._check_open()
+        if not address:
+            return
+        offset = address - self._base
+        if offset in self._allocator.blocks:
+            self._freed[offset] = self._allocator.release(offset)
+            return
+        if offset in self._freed:
+            old = self._freed[offset]
+            raise HeapError(
+                f"free of {address:#x}: {old.name!r} ({old.num_bytes} bytes) has been freed before (double free)"
+            )
+        inside = self._allocator.find(offset)
+        if inside is not None:
+            raise HeapError(
+                f"free of {address:#x}: it points {offset - inside.offset} bytes into {inside.name!r} "
+                f"({inside.num_bytes} bytes from {self._base + inside.offset:#x}); free wants the start"
+            )
+        raise HeapError(
+            f"free of {address:#x}: not from this heap's malloc; it is {self.describe(address)}, "
+            f"and the heap of PE {self.pe} is {self.num_bytes} bytes from {self._base:#x}"
+        )
+
+    def tensor(self, shape: tuple[int, ...] | list[int], dtype: torch.dtype, name: str = "") -> torch.Tensor:
+        """An uninitialised contiguous tensor of its own allocation. Collective, errors as `malloc`; free with `free_tensor`."""
+        size = math.prod(shape)
+        address = self.malloc(size * dtype.itemsize, max(DEFAULT_ALIGNMENT, dtype.itemsize), name)
+        tensor = self.driver.tensor(address, tuple(shape), dtype)
+        tensor.__symm_tensor__ = True  # type: ignore[attr-defined]
+        return tensor
+
+    def free_tensor(self, tensor: torch.Tensor) -> None:
+        """Free the allocation that starts where `tensor` starts. Errors as `free`; a tensor of no elements is ignored."""
+        self.free(tensor.data_ptr() if tensor.numel() else 0)
+
+    # -- addresses ------------------------------------------------------------------------------------------------------
+
+    @property
+    def base(self) -> int:
+        """Where this PE's heap starts."""
+        return self._base
+
+    @property
+    def ctx_address(self) -> int:
+        """Address of the device context."""
+        self._check_open()
+        return self._context_address
+
+    @property
+    def ctx(self) -> torch.Tensor:
+        """The device context as an int64 tensor, for kernels' first argument."""
+        self._check_open()
+        if self._ctx is None:
+            import torch
+
+            self._ctx = self.driver.tensor(self._context_address, (context.CONTEXT_BYTES // 8,), torch.int64)
+        return self._ctx
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes taken from the heap, what barriers need included."""
+        return self._allocator.used_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes left; the largest piece may be smaller."""
+        return self._allocator.free_bytes
+
+    def contains(self, address: int, num_bytes: int = 1) -> bool:
+        """Whether the bytes lie in this PE's heap."""
+        return self._base <= address and address + num_bytes <= self._base + self.num_bytes
+
+    def reaches(self, pe: int) -> bool:
+        """Whether this PE can load from and store to the heap of `pe`."""
+        self._check_pe(pe)
+        return self._peer_bases[pe] != 0
+
+    def peer_address(self, address: int, pe: int) -> int:
+        """Where this PE sees, in the heap of `pe`, what is at `address` in its own; 0: outside the heap, or not reachable.
+
+        Raises `ArgumentError` for a PE that does not exist.
+        """
+        self._check_open()
+        self._check_pe(pe)
+        if not self.contains(address) or not self._peer_bases[pe]:
+            return 0
+        return self._peer_bases[pe] + (address - self._base)
+
+    def peer_tensor(self, tensor: torch.Tensor, pe: int) -> torch.Tensor:
+        """What `tensor`, a symmetric tensor or a view of one, is on `pe`: same shape and strides, over that PE's memory."""
+        self._check_open()
+        self._check_pe(pe)
+        if tensor.numel() == 0:
+            return tensor.new_empty(tensor.shape)
+        span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        inside = self.contains(tensor.data_ptr(), span * tensor.itemsize)
+        require(inside, "tensor", f"memory of this PE's symmetric heap ({self.num_bytes} bytes from {self._base:#x})",
+                f"{span * tensor.itemsize} bytes at {tensor.data_ptr():#x}")  # fmt: skip
+        if not self.reaches(pe):
+            raise StateError(
+                f"PE {self.pe} cannot load from or store to PE {pe}: it is on another node, or P2P is disabled"
+            )
+        flat = self.driver.tensor(self.peer_address(tensor.data_ptr(), pe), (span,), tensor.dtype)
+        return flat.as_strided(tensor.shape, tensor.stride())
+
+    def describe(self, address: int) -> str:
+        """ "name+offset of PE p" for an address in a heap this PE can reach, else its hexadecimal value with a remark."""
+        for pe, start in enumerate(self._peer_bases):
+            if start and start <= address < start + self.num_bytes:
+                block = self._allocator.find(address - start)
+                if block is None:
+                    return f"free heap memory +{address - start} of PE {pe}"
+                inside = address - start - block.offset
+                return f"{block.name}+{inside} of PE {pe}" if inside else f"{block.name} of PE {pe}"
+        return f"{address:#x} (outside the symmetric heap)"
+
+    def regions(self) -> list[Region]:
+        """Everything this PE's kernels may touch besides their own arguments."""
+        self._check_open()
+        regions = [
+            Region(base, self.num_bytes, f"symmetric heap of PE {pe}", pe)
+            for pe, base in enumerate(self._peer_bases)
+            if base
+        ]
+        return [
+            *regions,
+            Region(self._context_address, self._error_log - self._context_address, f"context of PE {self.pe}", self.pe),
+            Region(self._error_log, context.ERROR_LOG_BYTES, f"error log of PE {self.pe}", self.pe),
+        ]
+
+    # -- errors of kernels ----------------------------------------------------------------------------------------------
+
+    def take_errors(self) -> tuple[list[context.ErrorRecord], int]:
+        """The records that kernels of this PE have left and how many errors there were; clears the log. Kernels must be done."""
+        self._check_open()
+        log = self.driver.read(self._error_log, context.ERROR_LOG_BYTES)
+        records, count = context.unpack_error_log(log, self.describe)
+        if count:
+            self.driver.write(self._error_log, context.empty_error_log())
+        return records, count
+
+    def check_errors(self) -> None:
+        """Raise what kernels of this PE have recorded, `PeerTimeout` or `KernelFault`, and clear it. Kernels must be done."""
+        records, count = self.take_errors()
+        if count:
+            raise context.error_of(records, count)
+
+    # -- end ------------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Unmap everything. Local and idempotent; peers must be done with this PE's memory (a barrier before it says so)."""
+        if not self._closed:
+            self._closed = True
+            self._release()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def _release(self) -> None:
+        self._ctx = None
+        for pe, base in enumerate(self._peer_bases):
+            if base and pe != self.pe:
+                self.driver.close_import(base)
+        self._peer_bases = [0] * self.n_pes
+        for address in (self._context_address, self._base):
+            if address:
+                self.driver.free(address)
+        self._context_address = 0
+
+    # -- checks ---------------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("the symmetric heap is closed: shmem was finalized")
+
+    def _check_pe(self, pe: int) -> None:
+        require(isinstance(pe, int) and 0 <= pe < self.n_pes, "pe", f"0 to {self.n_pes - 1}", pe)
+
+    def _live_text(self) -> str:
+        live = sorted((block.offset, block.num_bytes, block.name) for block in self._allocator.blocks.values())
+        digest = zlib.crc32(repr(live).encode())
+        return f"{len(live)} with {self._allocator.used_bytes} bytes (state {digest:08x})"
+
+    def _agree(self, what: str, values: list[Any], calls: list[dict[str, Any]] | None = None) -> None:
+        if len({str(value) for value in values}) > 1:
+            each = "; ".join(
+                f"PE {pe}: {self._call_text(value, calls and calls[pe])}" for pe, value in enumerate(values)
+            )
+            raise HeapError(f"the PEs differ in {what} ({each}); every PE must make the same calls in the same order")
+
+    @staticmethod
+    def _call_text(value: Any, call: dict[str, Any] | None) -> str:
+        return f"{value}" if call is None else f"{value} (malloc of {call['size in bytes']} bytes, {call['name']!r})"
+
+    @staticmethod
+    def _all_fine(problems: list[str | None]) -> None:
+        if any(problems):
+            each = "; ".join(f"PE {pe}: {text}" for pe, text in enumerate(problems) if text)
+            raise HeapError(f"the symmetric heap could not be set up ({each})")
+
+    def _exhausted(self, num_bytes: int, alignment: int, name: str) -> str:
+        allocator = self._allocator
+        wanted = self.num_bytes + num_bytes + alignment - allocator.largest_free_bytes
+        megabytes = -(-wanted // 2**20)
+        return (
+            f"the symmetric heap has no room for {name!r}: requested {num_bytes} bytes (alignment {alignment}), free "
+            f"{allocator.free_bytes} bytes, largest free block {allocator.largest_free_bytes} bytes, of {self.num_bytes} in all "
+            f'on each PE. Ask for a larger one: MORI_SHMEM_HEAP_SIZE={megabytes}M or heap_size="{megabytes}M"'
+        )

@@ -1,0 +1,192 @@
+"""What a PE is while shmem is initialised, and which one the calling code runs as.
+
+In a local world every PE is a thread, and each thread is bound to its own state. In a process of its own a PE has one state
+for the whole process. After `close` a state stays where it is, closed, so that late calls get an error and not a crash.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mori_triton.env import Settings
+from mori_triton.errors import StateError
+from mori_triton.host.bootstrap.base import Bootstrap
+from mori_triton.host.drivers.base import Driver, MemoryKind
+from mori_triton.host.heap import SymmetricHeap
+
+# makes a PE's memory known to whatever runs its kernels; returns how to undo that
+Attach = Callable[["PeState"], Callable[[], None]]
+
+
+@dataclass(eq=False)
+class PeState:
+    """One PE of a world that is up. Made by `open_state`."""
+
+    bootstrap: Bootstrap
+    driver: Driver
+    heap: SymmetricHeap
+    settings: Settings
+    attach: Attach | None
+    owns_bootstrap: bool
+    # what upper layers keep per PE
+    extensions: dict[str, Any] = field(default_factory=dict)
+    # called once, last first, by a finalize of a healthy world, before the heap closes
+    on_close: list[Callable[[], None]] = field(default_factory=list)
+    pid: int = field(default_factory=os.getpid)
+    closed: bool = False
+    _detach: Callable[[], None] | None = None
+
+    @property
+    def pe(self) -> int:
+        return self.bootstrap.pe
+
+    @property
+    def n_pes(self) -> int:
+        return self.bootstrap.n_pes
+
+    @property
+    def timeout_s(self) -> float:
+        """Limit of a wait in a kernel, in seconds."""
+        return self.settings.wait_timeout_s
+
+    @property
+    def gpus_per_node(self) -> int:
+        """How many PEs make up a node."""
+        return self.settings.gpus_per_node or self.n_pes
+
+    @property
+    def node(self) -> int:
+        """Index of this PE's node, by `gpus_per_node`."""
+        return self.pe // self.gpus_per_node
+
+    def close(self, *, failed: bool = False) -> None:
+        """End this PE. Idempotent.
+
+        Collective: nobody's memory is unmapped while a peer may use it. `failed`: local only, for a world that has lost a
+        PE or a process that is exiting; it waits for nobody and skips `on_close`.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        try:
+            if not failed:
+                for callback in reversed(self.on_close):
+                    callback()
+                self.driver.synchronize()
+                self.bootstrap.barrier("shmem finalize")
+        finally:
+            self.on_close.clear()
+            self.extensions.clear()
+            if self._detach is not None:
+                self._detach()
+            self.heap.close()
+            if self.owns_bootstrap:
+                self.bootstrap.close()
+                self.driver.close()
+
+
+def open_state(
+    bootstrap: Bootstrap,
+    driver: Driver,
+    settings: Settings,
+    *,
+    attach: Attach | None = None,
+    owns_bootstrap: bool = True,
+) -> PeState:
+    """Build this PE's heap and context. Collective; errors are those of `SymmetricHeap`.
+
+    `owns_bootstrap`: `close` also ends the bootstrap and the driver; a world that outlives its PEs' finalize keeps them.
+    """
+    heap = SymmetricHeap(
+        driver,
+        bootstrap,
+        settings.heap_bytes,
+        kind=MemoryKind.CACHED if settings.heap_type == "normal" else MemoryKind.UNCACHED,
+        timeout_s=settings.wait_timeout_s,
+        node=node_identity(settings.node_id),
+        gpus_per_node=settings.gpus_per_node,
+        reach_peers=not settings.disable_p2p,
+    )
+    state = PeState(bootstrap, driver, heap, settings, attach, owns_bootstrap)
+    if attach is not None:
+        try:
+            state._detach = attach(state)
+        except BaseException:
+            heap.close()
+            raise
+    return state
+
+
+def node_identity(node_id: str | None, boot_id: str | None = None, host_name: str | None = None) -> str:
+    """What PEs of one node share: the given id, else the kernel's boot id, else the host name. None: ask the system."""
+    if node_id:
+        return f"id {node_id}"
+    if boot_id is None:
+        try:
+            boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        except OSError:
+            boot_id = ""
+    return f"boot {boot_id}" if boot_id else f"host {socket.gethostname() if host_name is None else host_name}"
+
+
+_thread = threading.local()
+_process: PeState | None = None
+_process_lock = threading.Lock()
+
+
+def bind(state: PeState) -> None:
+    """The calling thread runs as this PE."""
+    _thread.state = state
+
+
+def unbind() -> None:
+    """The calling thread runs as no PE of its own."""
+    _thread.state = None
+
+
+def bound() -> PeState | None:
+    """The state of the calling thread, open or closed, if it was bound to one."""
+    return getattr(_thread, "state", None)
+
+
+def set_process_state(state: PeState) -> None:
+    """The whole process runs as this PE, in every thread that is bound to no other. It is closed at exit, at the latest."""
+    global _process
+    with _process_lock:
+        if _process is None:
+            atexit.register(_close_at_exit)
+        _process = state
+
+
+def find() -> PeState | None:
+    """The open state the calling code runs as, None if there is none."""
+    state = bound() or _process
+    return state if state is not None and not state.closed and state.pid == os.getpid() else None
+
+
+def current() -> PeState:
+    """The state the calling code runs as. Raises `StateError` before init, after finalize, and in a forked child."""
+    state = bound() or _process
+    if state is None:
+        raise StateError(
+            "shmem is not initialised here: call shmem_torch_process_group_init or shmem_init_attr, "
+            "or run inside mori_triton.local_world"
+        )
+    if state.closed:
+        raise StateError(f"shmem was finalized (it was PE {state.pe} of {state.n_pes}): initialise it again before use")
+    if state.pid != os.getpid():
+        raise StateError("shmem was initialised in the process this one was forked from; start processes with spawn")
+    return state
+
+
+def _close_at_exit() -> None:
+    # peers may be gone or still at work: nothing collective here
+    if _process is not None and _process.pid == os.getpid():
+        _process.close(failed=True)

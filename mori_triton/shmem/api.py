@@ -1,0 +1,227 @@
+"""MORI's host API, by its names and argument order. Every call acts for the PE that the calling code runs as."""
+
+from __future__ import annotations
+
+import operator
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mori_triton import env
+from mori_triton.errors import ArgumentError, StateError, require
+from mori_triton.host import drivers, state
+from mori_triton.host.bootstrap import tcp
+
+if TYPE_CHECKING:
+    import torch
+
+MORI_SHMEM_INIT_WITH_MPI_COMM = 0
+MORI_SHMEM_INIT_WITH_UNIQUEID = 1
+
+CONTEXT_GLOBAL = "mori_shmem_context"
+
+
+def shmem_torch_process_group_init(group_name: Any) -> int:
+    """Initialise with the PEs of a torch process group: a PE is a rank in that group. Collective over the group.
+
+    `group_name`: the name it was registered under, "default" for the default group, or the group itself. Any backend.
+    Returns 0, also when shmem is up already. Raises `StateError` without torch.distributed, `PeerTimeout` naming the PEs
+    that are missing.
+    """
+    if _is_up():
+        return 0
+    from mori_triton.host.bootstrap.process_group import bootstrap_of_group
+
+    settings = env.snapshot()
+    _open(bootstrap_of_group(group_name, settings.bootstrap_timeout_s, settings.socket_ifnames), settings)
+    return 0
+
+
+def shmem_mpi_init() -> int:
+    """Not available: this package has no MPI bootstrap."""
+    raise StateError("no MPI bootstrap: use shmem_torch_process_group_init, or shmem_get_unique_id and shmem_init_attr")
+
+
+def shmem_get_unique_id() -> bytes:
+    """128 bytes by which the PEs of one world find each other; pass them on by any means.
+
+    The calling process serves the world's host collectives from now on, and has to live as long as the world; it is
+    usually that of PE 0. Needs no torch.distributed.
+    """
+    settings = env.snapshot()
+    return tcp.new_unique_id(settings.socket_ifnames)
+
+
+def shmem_init_attr(flags: int, rank: int, nranks: int, unique_id: bytes) -> int:
+    """Initialise as PE `rank` of `nranks`. Collective.
+
+    Returns 0, also when shmem is up already (the arguments are then ignored, as in MORI). Raises `ArgumentError` for a
+    rank, count or id that cannot be, `PeerTimeout` naming the PEs that are missing within MORI_BOOTSTRAP_TIMEOUT.
+    """
+    if _is_up():
+        return 0
+    if flags == MORI_SHMEM_INIT_WITH_MPI_COMM:
+        return shmem_mpi_init()
+    require(flags == MORI_SHMEM_INIT_WITH_UNIQUEID, "flags", "MORI_SHMEM_INIT_WITH_UNIQUEID", flags)
+    settings = env.snapshot()
+    _open(tcp.TcpBootstrap(bytes(unique_id), rank, nranks, timeout_s=settings.bootstrap_timeout_s), settings)
+    return 0
+
+
+def shmem_finalize() -> int:
+    """End shmem for this PE; returns 0. Collective: PEs wait for each other before memory is unmapped.
+
+    Raises `StateError` before init and when called twice. Tensors that are still held become stale, not dangling.
+    """
+    state.current().close()
+    return 0
+
+
+def shmem_module_init(hip_module: Any) -> int:
+    """Give a loaded module this PE's context, for kernels that use MORI's names without a `ctx` argument; returns 0.
+
+    Raises `DriverError` if the module has no `mori_shmem_context`: it was not linked with the device bitcode.
+    """
+    here = state.current()
+    address, num_bytes = here.driver.module_global(hip_module, CONTEXT_GLOBAL)
+    require(num_bytes == 8, f"size of {CONTEXT_GLOBAL}", "8 bytes", num_bytes)
+    here.driver.write(address, struct.pack("<Q", here.heap.ctx_address))
+    return 0
+
+
+def shmem_mype() -> int:
+    """This PE's index."""
+    return state.current().pe
+
+
+def shmem_npes() -> int:
+    """Number of PEs."""
+    return state.current().n_pes
+
+
+def shmem_barrier_all() -> None:
+    """Wait for this PE's device, then for all PEs. Collective."""
+    here = state.current()
+    here.driver.synchronize()
+    here.bootstrap.barrier("shmem_barrier_all")
+
+
+def shmem_barrier_on_stream(stream: Any = None) -> None:
+    """What is enqueued on `stream` (None: the current one) after this starts when all PEs have come here. Collective.
+
+    On the CPU launches are done when they return, so this is `shmem_barrier_all`.
+    """
+    shmem_barrier_all()
+
+
+def shmem_malloc(size: int) -> int:
+    """Address of `size` symmetric bytes, 256-byte aligned, uninitialised; 0 for size 0. Collective.
+
+    Raises `HeapError` on every PE when PEs differ or the heap has no room.
+    """
+    return state.current().heap.malloc(_integer("size", size))
+
+
+def shmem_malloc_align(alignment: int, size: int) -> int:
+    """As `shmem_malloc`, with the address a multiple of `alignment`, a power of two (`ArgumentError` otherwise)."""
+    return state.current().heap.malloc(_integer("size", size), _integer("alignment", alignment))
+
+
+def shmem_ext_malloc_with_flags(size: int, flags: int) -> int:
+    """As `shmem_malloc`. `flags` ask for a memory kind, which one heap has for all (MORI_SHMEM_HEAP_TYPE): ignored, as in MORI."""
+    _integer("flags", flags)
+    return shmem_malloc(size)
+
+
+def shmem_free(ptr: int | None) -> None:
+    """Free what a malloc returned, on every PE before the next malloc. 0 and None are ignored; else `HeapError`."""
+    state.current().heap.free(None if ptr is None else _integer("ptr", ptr))
+
+
+def shmem_buffer_register(ptr: int, size: int) -> int:
+    """Register memory outside the heap with the network card; not available without one."""
+    state.current()
+    raise StateError(_NO_RDMA.format(f"register {size} bytes at {ptr:#x}"))
+
+
+def shmem_buffer_deregister(ptr: int, size: int) -> int:
+    """Undo `shmem_buffer_register`; not available without a network card."""
+    state.current()
+    raise StateError(_NO_RDMA.format(f"deregister {size} bytes at {ptr:#x}"))
+
+
+def shmem_ptr_p2p(dest_ptr: int, my_pe: int, dest_pe: int) -> int:
+    """Where this PE can load and store what is at symmetric address `dest_ptr` on `dest_pe`.
+
+    0: that PE is not mapped here, or the address is outside this PE's heap. Raises `ArgumentError` for a PE that does not
+    exist, and for a `my_pe` that is not this PE.
+    """
+    here = state.current()
+    require(my_pe == here.pe, "my_pe", f"{here.pe}, the calling PE", my_pe)
+    return here.heap.peer_address(_integer("dest_ptr", dest_ptr), dest_pe)
+
+
+def shmem_num_qp_per_pe() -> int:
+    """Queue pairs to each PE that is reached through a network card (MORI_NUM_QP_PER_PE at init)."""
+    return state.current().settings.num_qp_per_pe
+
+
+def context() -> torch.Tensor:
+    """This PE's device context, the `ctx` argument of kernels: an int64 tensor that is valid until finalize."""
+    return state.current().heap.ctx
+
+
+_NO_RDMA = "cannot {}: this world has no RDMA provider; put the buffer on the symmetric heap (shmem_malloc)"
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise ArgumentError(f"{name}: want an integer, got {value!r}") from error
+
+
+def _is_up() -> bool:
+    """Whether this PE is initialised; one that finalized inside a local world is opened again over the world's bootstrap."""
+    if state.find() is not None:
+        return True
+    old = state.bound()
+    if old is None or old.owns_bootstrap:
+        return False
+    state.bind(state.open_state(old.bootstrap, old.driver, old.settings, attach=old.attach, owns_bootstrap=False))
+    return True
+
+
+def _open(bootstrap: Any, settings: env.Settings) -> None:
+    driver = None
+    try:
+        driver = drivers.open_driver(settings.device)
+        attach = _attach_emulator if driver.name == "cpu" else None
+        state.set_process_state(state.open_state(bootstrap, driver, settings, attach=attach))
+    except BaseException:
+        bootstrap.close()
+        if driver is not None:
+            driver.close()
+        raise
+
+
+def _attach_emulator(here: state.PeState) -> Callable[[], None]:
+    """Make this process's kernels run on the emulated device and let them touch the heaps."""
+    if env.triton_interpret():
+        raise StateError(
+            "TRITON_INTERPRET=1: Triton's interpreter cannot call communication functions and a wait in it never ends; "
+            'unset it, kernels run on the CPU as they are, here and in local_world(device="cpu")'
+        )
+    from mori_triton import emulator
+
+    driver = emulator.activate(here.settings.arch)
+    device = driver.get_current_device()
+    regions = here.heap.regions()
+    for region in regions:
+        emulator.allow(device, region.address, region.num_bytes, region.name)
+
+    def detach() -> None:
+        for region in regions:
+            emulator.disallow(device, region.address)
+
+    return detach
