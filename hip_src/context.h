@@ -1,0 +1,129 @@
+// Structs shared with the host. `mori_triton/abi.py` holds the same table; the bitcode carries `mori_shmem_abi_layout`, from which
+// the host compares every offset before it uses a file.
+#pragma once
+
+#include "platform.h"
+
+namespace mori {
+
+constexpr u32 kAbiVersion = 1;
+constexpr u32 kBarrierWords = 64;     // u64 words of `sync`; word r counts arrivals of round r, the last one is this PE's epoch
+constexpr u32 kErrorCapacity = 15;    // records of an ErrorLog
+constexpr u32 kContextBytes = 128;    // what the host allocates for a Context
+
+// One per PE, in that PE's device memory. The host writes it before any kernel that takes it starts.
+struct Context {
+  u32 version;        // kAbiVersion
+  i32 pe;             // who I am
+  i32 n_pes;          // how many we are
+  u32 flags;          // 0
+  u64 heap_base;      // my symmetric heap as my device sees it
+  u64 heap_size;      // bytes
+  u64 peer_bases;     // u64[n_pes]: where each PE's heap is mapped for me; 0: not reachable by load and store
+  u64 sync;           // symmetric u64[kBarrierWords], for barrier_all
+  u64 errors;         // ErrorLog, 0: nobody reads
+  u64 timeout_ticks;  // limit of one wait on clock_ticks(), 0: none
+  u64 reserved;       // queue pairs, later
+};
+
+enum ErrorKind : u32 {
+  kWaitTimeout = 1,  // expected and seen are values of the word at `address`
+  kRefused = 2,      // PE, address or alignment that cannot be served; expected: bytes asked for, seen: 0. Nothing was accessed
+};
+
+struct ErrorRecord {
+  u32 kind;
+  i32 pe;       // who reports
+  i32 peer;     // whom it waited for or wanted to reach, -1: not known
+  i32 tag;      // which wait of which kernel, chosen by the caller; negative: one of the tags below
+  u64 address;  // local symmetric address
+  u64 expected;
+  u64 seen;
+  u32 compare;  // Compare
+  u32 pad[5];
+};
+
+struct ErrorLog {
+  u64 count;     // records wanted, may exceed the capacity
+  u64 capacity;  // records stored
+  ErrorRecord records[kErrorCapacity];
+};
+
+enum Compare : u32 { kEq = 1, kNe = 2, kGt = 3, kGe = 4, kLt = 5, kLe = 6 };
+
+// atomic operation codes, MORI's numbers
+enum AtomicOp : i32 {
+  kInc = 2,
+  kSet = 3,
+  kAdd = 4,
+  kAnd = 5,
+  kOr = 6,
+  kXor = 7,
+  kSignalSet = 9,
+  kSignalAdd = 10,
+  kFetch = 12,
+  kFetchInc = 13,
+  kFetchAdd = 14,
+  kFetchAnd = 15,
+  kFetchOr = 16,
+  kFetchXor = 17,
+  kSwap = 18,
+  kCompareSwap = 19,
+};
+
+// tags of waits that no caller named
+constexpr i32 kTagBarrierAll = -1;
+constexpr i32 kTagWaitUntil = -2;
+
+#define MORI_FIELD(s, field, at) static_assert(__builtin_offsetof(s, field) == (at), #s "." #field)
+MORI_FIELD(Context, version, 0);
+MORI_FIELD(Context, pe, 4);
+MORI_FIELD(Context, n_pes, 8);
+MORI_FIELD(Context, flags, 12);
+MORI_FIELD(Context, heap_base, 16);
+MORI_FIELD(Context, heap_size, 24);
+MORI_FIELD(Context, peer_bases, 32);
+MORI_FIELD(Context, sync, 40);
+MORI_FIELD(Context, errors, 48);
+MORI_FIELD(Context, timeout_ticks, 56);
+MORI_FIELD(Context, reserved, 64);
+static_assert(sizeof(Context) == 72 && sizeof(Context) <= kContextBytes, "Context");
+MORI_FIELD(ErrorRecord, kind, 0);
+MORI_FIELD(ErrorRecord, pe, 4);
+MORI_FIELD(ErrorRecord, peer, 8);
+MORI_FIELD(ErrorRecord, tag, 12);
+MORI_FIELD(ErrorRecord, address, 16);
+MORI_FIELD(ErrorRecord, expected, 24);
+MORI_FIELD(ErrorRecord, seen, 32);
+MORI_FIELD(ErrorRecord, compare, 40);
+static_assert(sizeof(ErrorRecord) == 64, "ErrorRecord");
+MORI_FIELD(ErrorLog, count, 0);
+MORI_FIELD(ErrorLog, capacity, 8);
+MORI_FIELD(ErrorLog, records, 16);
+static_assert(sizeof(ErrorLog) == 16 + 64 * kErrorCapacity, "ErrorLog");
+#undef MORI_FIELD
+
+// Never written while a kernel runs, so the code generator may use the constant cache and hoist the loads.
+using Ctx = const MORI_CONSTANT Context *;
+
+MORI_INLINE Ctx context_at(u64 address) { return reinterpret_cast<Ctx>(address); }
+
+// Append a record; dropped, but counted, when the log is full.
+MORI_BODY void report_by_one(Ctx ctx, u32 kind, i32 peer, i32 tag, u64 address, u64 expected, u64 seen, u32 compare) {
+  u64 log = ctx->errors;
+  if (log == 0) return;
+  u64 slot = add_system<u64>(log + __builtin_offsetof(ErrorLog, count), 1);
+  if (slot >= load_system<u64>(log + __builtin_offsetof(ErrorLog, capacity))) return;
+  Global<ErrorRecord> record = global<ErrorRecord>(log + __builtin_offsetof(ErrorLog, records)) + slot;
+  record->kind = kind;
+  record->pe = ctx->pe;
+  record->peer = peer;
+  record->tag = tag;
+  record->address = address;
+  record->expected = expected;
+  record->seen = seen;
+  record->compare = compare;
+  release_to_system();
+}
+
+}  // namespace mori

@@ -1,0 +1,174 @@
+// Pointer translation, and copies and atomics over mapped peer memory.
+//
+// A put or get is ONE operation of the program: all its threads call it with the same arguments. The scope says how many of them
+// move bytes: thread 1, warp the first wave, block all.
+//   * Before a copy all threads meet, so a source that other threads of the program have just written is copied whole.
+//   * `_nbi` puts return at once: the source may still be read by slower threads until quiet, fence or a signal. The others
+//     end with a barrier. Every get ends with one: all threads may read what it brought.
+//   * Nothing here orders anything for another PE; that is fence, quiet and the signals of sync.h.
+// Atomics are relaxed, at system scope, done by the elected thread. Those that return a value return it in every thread.
+#pragma once
+
+#include "context.h"
+
+namespace mori {
+
+enum class Scope { kThread, kWarp, kBlock };
+
+// Where `address` of my heap lies in the heap of `pe`, as my device sees it. 0 if pe is out of range or not reachable by load and
+// store, or if any of the bytes is outside the heap.
+MORI_BODY u64 translate(Ctx ctx, u64 address, u64 num_bytes, i32 pe) {
+  u64 offset = address - ctx->heap_base;
+  u64 size = ctx->heap_size;
+  if ((u32)pe >= (u32)ctx->n_pes || offset >= size || num_bytes > size - offset) return 0;
+  u64 base = reinterpret_cast<const MORI_CONSTANT u64 *>(ctx->peer_bases)[pe];
+  return base == 0 ? 0 : base + offset;
+}
+
+// translate(), with a record by the elected thread when the operation cannot be done
+MORI_BODY u64 translate_or_report(Ctx ctx, u64 address, u64 num_bytes, u32 alignment, i32 pe) {
+  u64 there = address % alignment == 0 ? translate(ctx, address, num_bytes, pe) : 0;
+  if (there == 0 && is_elected()) report_by_one(ctx, kRefused, pe, 0, address, num_bytes, 0, 0);
+  return there;
+}
+
+MORI_INLINE u64 bytes_of(u64 num_elements, u64 element_bytes) {
+  return num_elements > ~0ull / element_bytes ? ~0ull : num_elements * element_bytes;
+}
+
+// Copy elements first, first + stride, ... of count.
+template <class T>
+MORI_BODY void copy_elements(u64 dst, u64 src, u64 count, u64 first, u64 stride) {
+  Global<T> to = global<T>(dst);
+  Global<const T> from = global<const T>(src);
+  u64 i = first;
+#pragma clang loop unroll(disable)
+  for (; i + 3 * stride < count; i += 4 * stride) {
+    T a = from[i], b = from[i + stride], c = from[i + 2 * stride], d = from[i + 3 * stride];
+    to[i] = a;
+    to[i + stride] = b;
+    to[i + 2 * stride] = c;
+    to[i + 3 * stride] = d;
+  }
+#pragma clang loop unroll(disable)
+  for (; i < count; i += stride) to[i] = from[i];
+}
+
+MORI_BODY void copy_bytes(u64 dst, u64 src, u64 count, u64 first, u64 stride) {
+  Global<u8> to = global<u8>(dst);
+  Global<const u8> from = global<const u8>(src);
+#pragma clang loop unroll(disable)
+  for (u64 i = first; i < count; i += stride) to[i] = from[i];
+}
+
+// The share of one of `stride` threads. Bytes up to an aligned address, then the widest element for which source and destination
+// are aligned alike (16, 4 or 1 bytes), then the bytes that are left. Never touches a byte outside [src, src + n), [dst, dst + n).
+MORI_BODY void copy_share(u64 dst, u64 src, u64 num_bytes, u64 first, u64 stride) {
+  u64 skew = (dst ^ src) & 15;
+  u64 width = skew == 0 ? 16 : skew % 4 == 0 ? 4 : 1;
+  u64 head = -dst & (width - 1);
+  if (head > num_bytes) head = num_bytes;
+  copy_bytes(dst, src, head, first, stride);
+  dst += head;
+  src += head;
+  num_bytes -= head;
+  u64 body = num_bytes & -width;
+  if (width == 16)
+    copy_elements<u32x4>(dst, src, body / 16, first, stride);
+  else if (width == 4)
+    copy_elements<u32>(dst, src, body / 4, first, stride);
+  else
+    copy_bytes(dst, src, body, first, stride);
+  copy_bytes(dst + body, src + body, num_bytes - body, first, stride);
+}
+
+MORI_BODY void copy(Scope scope, u64 dst, u64 src, u64 num_bytes) {
+  program_barrier();
+  u32 movers = scope == Scope::kThread ? 1 : scope == Scope::kWarp ? wave_size() : num_threads();
+  u32 me = thread_index();
+  if (me < movers) copy_share(dst, src, num_bytes, me, movers);
+}
+
+// 0, or -1 if refused (and recorded)
+MORI_BODY i32 put(Ctx ctx, Scope scope, bool nbi, u64 dst, u64 src, u64 num_bytes, i32 pe) {
+  if (num_bytes == 0) return 0;
+  u64 there = translate_or_report(ctx, dst, num_bytes, 1, pe);
+  if (there == 0) return -1;
+  copy(scope, there, src, num_bytes);
+  if (!nbi) program_barrier();
+  return 0;
+}
+
+MORI_BODY i32 get(Ctx ctx, Scope scope, u64 dst, u64 src, u64 num_bytes, i32 pe) {
+  if (num_bytes == 0) return 0;
+  u64 there = translate_or_report(ctx, src, num_bytes, 1, pe);
+  if (there == 0) return -1;
+  copy(scope, dst, there, num_bytes);
+  program_barrier();
+  return 0;
+}
+
+// One element of 1, 2, 4 or 8 bytes, single-copy atomic when aligned.
+template <class T>
+MORI_BODY i32 put_value(Ctx ctx, u64 dst, T value, i32 pe) {
+  u64 there = translate_or_report(ctx, dst, sizeof(T), sizeof(T), pe);
+  if (there == 0) return -1;
+  if (is_elected()) store_system<T>(there, value);
+  return 0;
+}
+
+template <class T>
+MORI_BODY T apply_by_one(u64 there, T value, T compare, i32 op) {
+  switch (op) {
+    case kInc:
+    case kFetchInc:
+      return add_system<T>(there, 1);
+    case kAdd:
+    case kSignalAdd:
+    case kFetchAdd:
+      return add_system<T>(there, value);
+    case kAnd:
+    case kFetchAnd:
+      return and_system<T>(there, value);
+    case kOr:
+    case kFetchOr:
+      return or_system<T>(there, value);
+    case kXor:
+    case kFetchXor:
+      return xor_system<T>(there, value);
+    case kCompareSwap:
+      return compare_swap_system<T>(there, compare, value);
+    case kFetch:
+      return load_system<T>(there);
+    default:  // kSet, kSignalSet, kSwap; is_atomic_op() let nothing else through
+      return swap_system<T>(there, value);
+  }
+}
+
+MORI_INLINE bool is_atomic_op(i32 op) {
+  return (op >= kInc && op <= kXor) || op == kSignalSet || op == kSignalAdd || (op >= kFetch && op <= kCompareSwap);
+}
+
+// 0 without effect, and recorded, for a PE, address, alignment or operation that cannot be served.
+template <class T>
+MORI_INLINE u64 atomic_target(Ctx ctx, u64 dst, i32 op, i32 pe) {
+  return translate_or_report(ctx, dst, is_atomic_op(op) ? sizeof(T) : ~0ull, sizeof(T), pe);
+}
+
+template <class T>
+MORI_BODY i32 atomic_nonfetch(Ctx ctx, u64 dst, T value, T compare, i32 op, i32 pe) {
+  u64 there = atomic_target<T>(ctx, dst, op, pe);
+  if (there == 0) return -1;
+  if (is_elected()) apply_by_one<T>(there, value, compare, op);
+  return 0;
+}
+
+template <class T>
+MORI_BODY T atomic_fetch(Ctx ctx, u64 dst, T value, T compare, i32 op, i32 pe) {
+  u64 there = atomic_target<T>(ctx, dst, op, pe);
+  T old = 0;
+  if (there != 0 && is_elected()) old = apply_by_one<T>(there, value, compare, op);
+  return broadcast(old);
+}
+
+}  // namespace mori

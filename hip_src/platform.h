@@ -1,0 +1,264 @@
+// What differs between amdgcn and nvptx64: thread and program ids, barrier, fences, system-scope atomics, pause, clock.
+//
+// Freestanding: no HIP or CUDA header, no target-cpu. One amdgcn file is linked into kernels for wave32 and wave64 GPUs alike, so
+// everything that depends on the GPU (wave size, the clock, which cache operations a fence is) is an LLVM intrinsic that the
+// kernel's own code generator resolves.
+//
+// Every function here and above is called by all threads of a program (workgroup, CTA) in uniform control flow. A function
+// named `*_by_one` is called by the elected thread alone.
+#pragma once
+
+namespace mori {
+
+using i8 = signed char;
+using i16 = short;
+using i32 = int;
+using i64 = long long;
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned;
+using u64 = unsigned long long;
+using u32x4 = u32 __attribute__((ext_vector_type(4)));
+
+static_assert(sizeof(u64) == 8 && sizeof(u32) == 4 && sizeof(u16) == 2 && sizeof(u32x4) == 16, "fixed widths");
+
+#define MORI_INLINE static inline __attribute__((always_inline))
+// Bodies used by many exported functions. They stay calls in the bitcode, which keeps it small; bitcode/build.py then marks them and
+// the exported functions always-inline, so that nothing of the library is left as a call in a kernel.
+#define MORI_BODY static __attribute__((noinline))
+#define MORI_EXPORT extern "C" __attribute__((noinline, visibility("protected")))
+
+// device memory, written by other agents at any time
+template <class T>
+using Global = __attribute__((address_space(1))) T *;
+
+template <class T>
+MORI_INLINE Global<T> global(u64 address) {
+  return reinterpret_cast<Global<T>>(address);
+}
+
+#if defined(__AMDGCN__)
+
+#define MORI_CONSTANT __attribute__((address_space(4)))
+#define MORI_SHARED __attribute__((address_space(3)))
+
+// 16 bytes of LDS through which the elected thread hands a result to the others. Triton's own (dynamic) LDS starts behind it.
+[[clang::loader_uninitialized]] alignas(16) static MORI_SHARED u64 broadcast_word[2];
+
+MORI_INLINE u32 thread_index() { return __builtin_amdgcn_workitem_id_x(); }
+
+// code object version 5 and later: hidden_group_size_x is 12 bytes into the implicit arguments
+MORI_INLINE u32 num_threads() {
+  using Implicit = const MORI_CONSTANT u16 *;
+  return ((Implicit)__builtin_amdgcn_implicitarg_ptr())[6];
+}
+
+MORI_INLINE u32 wave_size() { return __builtin_amdgcn_wavefrontsize(); }
+
+MORI_INLINE void program_barrier() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+  __builtin_amdgcn_s_barrier();
+  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+}
+
+// A barrier neither drains another wave's stores nor cleans its first-level cache. So before the program meets for a release every
+// thread releases to the device, and after it has met for an acquire every thread acquires.
+MORI_INLINE void release_before_barrier() { __builtin_amdgcn_fence(__ATOMIC_RELEASE, "agent"); }
+MORI_INLINE void acquire_after_barrier_device() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "agent"); }
+MORI_INLINE void acquire_after_barrier() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, ""); }
+MORI_INLINE void release_to_system() { __builtin_amdgcn_fence(__ATOMIC_RELEASE, ""); }
+MORI_INLINE void acquire_from_system() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, ""); }
+
+// ticks of 10 ns, the same on every device of a host
+MORI_INLINE u64 clock_ticks() { return __builtin_readsteadycounter(); }
+
+MORI_INLINE void pause_by_one(bool long_pause) {
+  if (long_pause)
+    __builtin_amdgcn_s_sleep(32);  // 64 clocks a unit: about a microsecond
+  else
+    __builtin_amdgcn_s_sleep(1);
+}
+
+// The read that ends a wait. Here the acquire is left to acquire_after_barrier().
+template <class T>
+MORI_INLINE T poll_system(u64 address) {
+  return __scoped_atomic_load_n(global<T>(address), __ATOMIC_RELAXED, __MEMORY_SCOPE_SYSTEM);
+}
+
+// Between release_before_barrier(), a barrier and a broadcast, acquire_after_barrier_device().
+MORI_INLINE u32 arrive_device(u64 address) {
+  return __scoped_atomic_fetch_add(global<u32>(address), 1u, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
+}
+
+template <class T>
+MORI_INLINE T load_system(u64 address) {
+  return __scoped_atomic_load_n(global<T>(address), __ATOMIC_RELAXED, __MEMORY_SCOPE_SYSTEM);
+}
+
+template <class T>
+MORI_INLINE void store_system(u64 address, T value) {
+  __scoped_atomic_store_n(global<T>(address), value, __ATOMIC_RELAXED, __MEMORY_SCOPE_SYSTEM);
+}
+
+#define MORI_FETCH(name, builtin)                                                                     \
+  template <class T>                                                                                  \
+  MORI_INLINE T name##_system(u64 address, T value) {                                                 \
+    return builtin(global<T>(address), value, __ATOMIC_RELAXED, __MEMORY_SCOPE_SYSTEM);               \
+  }
+MORI_FETCH(add, __scoped_atomic_fetch_add)
+MORI_FETCH(and, __scoped_atomic_fetch_and)
+MORI_FETCH(or, __scoped_atomic_fetch_or)
+MORI_FETCH(xor, __scoped_atomic_fetch_xor)
+MORI_FETCH(swap, __scoped_atomic_exchange_n)
+#undef MORI_FETCH
+
+template <class T>
+MORI_INLINE T compare_swap_system(u64 address, T expected, T desired) {
+  __scoped_atomic_compare_exchange_n(global<T>(address), &expected, desired, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED,
+                                     __MEMORY_SCOPE_SYSTEM);
+  return expected;
+}
+
+#elif defined(__NVPTX__)
+
+#define MORI_CONSTANT __attribute__((address_space(1)))
+#define MORI_SHARED __attribute__((address_space(3)))
+
+// One word is used. A kilobyte, so aligned, because the dynamic shared memory behind it holds tiles that tensor-memory copies and
+// matrix instructions want at multiples of 1024 bytes, as they are when there is no static shared memory. External, so that
+// no optimiser shrinks it to the word.
+extern "C" [[clang::loader_uninitialized]] alignas(1024) MORI_SHARED u64 mori_shmem_broadcast[128];
+#define broadcast_word mori_shmem_broadcast
+
+MORI_INLINE u32 thread_index() { return __nvvm_read_ptx_sreg_tid_x(); }
+MORI_INLINE u32 num_threads() { return __nvvm_read_ptx_sreg_ntid_x(); }
+MORI_INLINE u32 wave_size() { return 32; }
+
+// PTX text instead of builtins: bitcode of this compiler is lowered by whichever LLVM the user's Triton carries, and older ones
+// drop the scope of an atomic
+MORI_INLINE void program_barrier() { asm volatile("bar.sync 0;" ::: "memory"); }
+// A CTA barrier orders memory between its threads, and the elected thread's fences and acquires are cumulative: nothing to do here.
+MORI_INLINE void release_before_barrier() {}
+MORI_INLINE void acquire_after_barrier_device() {}
+MORI_INLINE void acquire_after_barrier() {}
+MORI_INLINE void release_to_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+MORI_INLINE void acquire_from_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// nanoseconds
+MORI_INLINE u64 clock_ticks() {
+  u64 now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+  return now;
+}
+
+MORI_INLINE void pause_by_one(bool long_pause) {
+  asm volatile("nanosleep.u32 %0;" ::"r"(long_pause ? 1000u : 40u) : "memory");
+}
+
+// The read that ends a wait: an acquire by itself.
+template <class T>
+MORI_INLINE T poll_system(u64 address) {
+  if constexpr (sizeof(T) == 8) {
+    u64 value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    return (T)value;
+  } else {
+    u32 value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return (T)value;
+  }
+}
+
+MORI_INLINE u32 arrive_device(u64 address) {
+  u32 old;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(old) : "l"(address) : "memory");
+  return old;
+}
+
+template <class T>
+MORI_INLINE T load_system(u64 address) {
+  if constexpr (sizeof(T) == 8) {
+    u64 value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    return (T)value;
+  } else {
+    u32 value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return (T)value;
+  }
+}
+
+template <class T>
+MORI_INLINE void store_system(u64 address, T value) {
+  if constexpr (sizeof(T) == 8)
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"((u64)value) : "memory");
+  else if constexpr (sizeof(T) == 4)
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"((u32)value) : "memory");
+  else if constexpr (sizeof(T) == 2)
+    asm volatile("st.relaxed.sys.global.u16 [%0], %1;" ::"l"(address), "h"((u16)value) : "memory");
+  else
+    asm volatile("st.relaxed.sys.global.u8 [%0], %1;" ::"l"(address), "h"((u16)(u8)value) : "memory");
+}
+
+#define MORI_FETCH(name, op, t)                                                                                        \
+  template <class T>                                                                                                   \
+  MORI_INLINE T name##_system(u64 address, T value) {                                                                  \
+    if constexpr (sizeof(T) == 8) {                                                                                    \
+      u64 old;                                                                                                         \
+      asm volatile("atom.relaxed.sys.global." op "." t "64 %0, [%1], %2;"                                              \
+                   : "=l"(old)                                                                                         \
+                   : "l"(address), "l"((u64)value)                                                                     \
+                   : "memory");                                                                                        \
+      return (T)old;                                                                                                   \
+    } else {                                                                                                           \
+      u32 old;                                                                                                         \
+      asm volatile("atom.relaxed.sys.global." op "." t "32 %0, [%1], %2;"                                              \
+                   : "=r"(old)                                                                                         \
+                   : "l"(address), "r"((u32)value)                                                                     \
+                   : "memory");                                                                                        \
+      return (T)old;                                                                                                   \
+    }                                                                                                                  \
+  }
+MORI_FETCH(add, "add", "u")
+MORI_FETCH(and, "and", "b")
+MORI_FETCH(or, "or", "b")
+MORI_FETCH(xor, "xor", "b")
+MORI_FETCH(swap, "exch", "b")
+#undef MORI_FETCH
+
+template <class T>
+MORI_INLINE T compare_swap_system(u64 address, T expected, T desired) {
+  if constexpr (sizeof(T) == 8) {
+    u64 old;
+    asm volatile("atom.relaxed.sys.global.cas.b64 %0, [%1], %2, %3;"
+                 : "=l"(old)
+                 : "l"(address), "l"((u64)expected), "l"((u64)desired)
+                 : "memory");
+    return (T)old;
+  } else {
+    u32 old;
+    asm volatile("atom.relaxed.sys.global.cas.b32 %0, [%1], %2, %3;"
+                 : "=r"(old)
+                 : "l"(address), "r"((u32)expected), "r"((u32)desired)
+                 : "memory");
+    return (T)old;
+  }
+}
+
+#else
+#error "hip_src is built for amdgcn and nvptx64"
+#endif
+
+// the thread that acts for its program
+MORI_INLINE bool is_elected() { return thread_index() == 0; }
+
+// The elected thread's value, in every thread. The first barrier keeps a slow wave's read of the last value before this write.
+template <class T>
+MORI_INLINE T broadcast(T value) {
+  program_barrier();
+  if (is_elected()) broadcast_word[0] = (u64)value;
+  program_barrier();
+  return (T)broadcast_word[0];
+}
+
+}  // namespace mori

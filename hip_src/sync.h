@@ -1,0 +1,198 @@
+// Signal, wait, fence, quiet, barrier_all.
+//
+// Release: a signal covers ALL earlier stores of the whole program, to any PE. Every thread writes its stores back to the device
+// (on AMD a barrier does not drain stores), the program meets, and the elected thread alone writes back to the system and signals.
+// Acquire: after a wait every wave of the program sees what the signal's sender had released; on AMD a wave has its own first-level
+// cache, so every thread fences after the program has met, not only the one that polled.
+// fence and quiet are the same for mapped memory: all earlier stores of the program are visible to every PE on return.
+// arrive_last is the same at device scope, between the programs of one launch, none of which waits.
+// No wait is without an end unless the host asked for it: after ctx->timeout_ticks it appends a record and returns what it saw.
+#pragma once
+
+#include "p2p.h"
+
+namespace mori {
+
+// Half of a release: the caller's elected thread goes on with release_to_system().
+MORI_INLINE void gather_stores() {
+  release_before_barrier();
+  program_barrier();
+}
+
+MORI_BODY i32 fence() {
+  gather_stores();
+  if (is_elected()) release_to_system();
+  // a later store by another thread must not pass the elected thread's release
+  program_barrier();
+  return 0;
+}
+
+MORI_INLINE i32 acquire() {
+  acquire_from_system();
+  return 0;
+}
+
+MORI_INLINE void signal_by_one(u64 there, u64 value, bool add) {
+  release_to_system();
+  if (add)
+    add_system<u64>(there, value);
+  else
+    store_system<u64>(there, value);
+}
+
+// `address` is this PE's own address of the symmetric 64-bit word.
+MORI_BODY i32 signal(Ctx ctx, u64 address, u64 value, bool add, i32 pe) {
+  u64 there = translate_or_report(ctx, address, 8, 8, pe);
+  if (there == 0) return -1;
+  gather_stores();
+  if (is_elected()) signal_by_one(there, value, add);
+  return 0;
+}
+
+// Zero bytes still signal. If data or signal is refused, neither is sent.
+MORI_BODY i32 put_signal(Ctx ctx, Scope scope, u64 dst, u64 src, u64 num_bytes, u64 address, u64 value, i32 op, i32 pe) {
+  bool add = op == kSignalAdd || op == kAdd, known = add || op == kSignalSet || op == kSet;
+  u64 signal_there = translate_or_report(ctx, address, known ? 8 : ~0ull, 8, pe);
+  u64 there = num_bytes == 0 ? 1 : translate_or_report(ctx, dst, num_bytes, 1, pe);
+  if (signal_there == 0 || there == 0) return -1;
+  if (num_bytes != 0) copy(scope, there, src, num_bytes);
+  gather_stores();
+  if (is_elected()) signal_by_one(signal_there, value, add);
+  return 0;
+}
+
+template <class T>
+MORI_INLINE bool holds(T seen, Compare compare, T value) {
+  switch (compare) {
+    case kEq:
+      return seen == value;
+    case kNe:
+      return seen != value;
+    case kGt:
+      return seen > value;
+    case kGe:
+      return seen >= value;
+    case kLt:
+      return seen < value;
+    default:
+      return seen <= value;
+  }
+}
+
+// Poll my own word at `address`; the last value seen. The acquire is the caller's, after the program has met.
+template <class T>
+MORI_BODY T poll_by_one(Ctx ctx, u64 address, Compare compare, T value, i32 peer, i32 tag) {
+  T seen = poll_system<T>(address);
+  if (!holds(seen, compare, value)) {
+    u64 limit = ctx->timeout_ticks, start = clock_ticks();
+    u32 polls = 0;
+#pragma clang loop unroll(disable)
+    do {
+      pause_by_one(polls >= 64);
+      polls += 1;
+      bool late = limit != 0 && clock_ticks() - start >= limit;
+      // the word is read once more after the clock, so a time-out means that it did not come in time
+      seen = poll_system<T>(address);
+      if (late && !holds(seen, compare, value)) {
+        report_by_one(ctx, kWaitTimeout, peer, tag, address, (u64)value, (u64)seen, compare);
+        break;
+      }
+    } while (!holds(seen, compare, value));
+  }
+  return seen;
+}
+
+// The value seen, in every thread. On time-out it does not satisfy the comparison and the caller should end.
+template <class T>
+MORI_BODY T wait(Ctx ctx, u64 address, Compare compare, T value, i32 peer, i32 tag) {
+  T seen = 0;
+  bool bad = address == 0 || address % sizeof(T) != 0 || ctx->n_pes == 0;
+  if (is_elected()) {
+    if (bad)
+      report_by_one(ctx, kRefused, peer, tag, address, sizeof(T), 0, compare);
+    else
+      seen = poll_by_one<T>(ctx, address, compare, value, peer, tag);
+  }
+  seen = broadcast(seen);
+  acquire_after_barrier();
+  return seen;
+}
+
+// Word i of `num` 64-bit words at `address`, in my heap, is written by PE i: wait until every one is >= value, each thread polling its
+// share. `value` if all have come; else a smaller value that one of those missing had, and a record for each of them.
+MORI_BODY i64 wait_all_ge(Ctx ctx, u64 address, i32 num, i64 value, i32 tag) {
+  i64 seen = value;
+  bool bad = address == 0 || address % 8 != 0 || num < 0 || ctx->n_pes == 0;
+  if (bad) {
+    seen = 0;
+    if (is_elected()) report_by_one(ctx, kRefused, -1, tag, address, 8 * (u64)(u32)num, 0, kGe);
+  } else {
+    u32 stride = num_threads();
+#pragma clang loop unroll(disable)
+    for (u32 i = thread_index(); i < (u32)num; i += stride) {
+      i64 word = poll_by_one<i64>(ctx, address + 8ull * i, kGe, value, (i32)i, tag);
+      if (word < value) seen = word;
+    }
+  }
+  program_barrier();
+  if (is_elected()) broadcast_word[0] = (u64)value;
+  program_barrier();
+  // those that miss a word may overwrite each other: any of the values says that something is missing
+  if (seen < value) broadcast_word[0] = (u64)seen;
+  program_barrier();
+  acquire_after_barrier();
+  return bad ? 0 : (i64)broadcast_word[0];
+}
+
+// The program that calls it last of `count` gets 1 and sees what all of them stored before; the others get 0 and go on. `counter`
+// is a 32-bit word of this device, 0 before the first call and after the last, so the next launch can use it again.
+MORI_BODY i32 arrive_last(u64 counter, i32 count) {
+  i32 last = 0;
+  gather_stores();
+  if (is_elected()) {
+    last = arrive_device(counter) == (u32)count - 1;
+    if (last) store_system<u32>(counter, 0);
+  }
+  last = broadcast(last);
+  acquire_after_barrier_device();
+  return last;
+}
+
+// Every PE's stores before it are visible to every PE after it. Dissemination: in round r PE i tells i + 2^r that it has come, and
+// hears from i - 2^r, ceil(log2 n) rounds. Words hold epochs, so nothing is ever cleared: a PE that is already in the next barrier
+// writes a larger one. One program per PE at a time; calls from several streams in turn are fine, since the epoch is in memory.
+// 0, or -1 after a time-out (recorded with tag kTagBarrierAll and the PE that was not heard of).
+MORI_BODY i32 barrier_all(Ctx ctx) {
+  i32 status = 0;
+  gather_stores();
+  if (is_elected()) {
+    u64 sync = ctx->sync;
+    u32 n = ctx->n_pes, me = ctx->pe;
+    if (sync == 0 || n == 0) {
+      status = -1;
+    } else {
+      u64 epoch = add_system<u64>(sync + 8 * (kBarrierWords - 1), 1) + 1;
+      u64 word = sync;
+#pragma clang loop unroll(disable)
+      for (u64 distance = 1; distance < n; distance *= 2, word += 8) {
+        u32 to = (u32)((me + distance) % n), from = (u32)((me + n - distance) % n);
+        u64 there = translate(ctx, word, 8, (i32)to);
+        if (there == 0) {
+          report_by_one(ctx, kRefused, (i32)to, kTagBarrierAll, word, 8, 0, 0);
+          status = -1;
+          break;
+        }
+        signal_by_one(there, epoch, false);
+        if (poll_by_one<u64>(ctx, word, kGe, epoch, (i32)from, kTagBarrierAll) < epoch) {
+          status = -1;
+          break;
+        }
+      }
+    }
+  }
+  status = broadcast(status);
+  acquire_after_barrier();
+  return status;
+}
+
+}  // namespace mori

@@ -1,0 +1,214 @@
+"""Find the device bitcode of a target and verify it against `abi`.
+
+The files are checked in under `bitcode/` and ship in the wheel as `mori_triton/_bitcode`. What Triton gets is a copy in the cache
+directory, under a directory named by the content's hash: before 3.9 Triton's cache key for AMD kernels has the path of a
+library in it, not its content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from mori_triton import abi, env
+from mori_triton.errors import BitcodeError
+
+DEVICE_LIBRARY = "libmori_shmem_device.bc"
+EMULATOR_LIBRARY = "libmori_emulator.bc"
+
+_TRIPLES = {"amdgcn": "amdgcn-amd-amdhsa", "nvptx64": "nvptx64-nvidia-cuda"}
+_LLVM_TYPES = {"float32": "float", "float64": "double"}
+# data symbols that may be external beside the functions
+_DATA_SYMBOLS = {abi.CONTEXT_SYMBOL, abi.LAYOUT_SYMBOL, f"{abi.LIBRARY}_broadcast"}
+
+
+def directory() -> Path:
+    """Where the checked-in files lie: beside the package in a checkout, inside it in a wheel."""
+    package = Path(__file__).resolve().parent
+    for candidate in (package / "_bitcode", package.parent / "bitcode"):
+        if (candidate / "manifest.json").is_file():
+            return candidate
+    raise BitcodeError(
+        f"device bitcode: no manifest.json in {package / '_bitcode'} nor in {package.parent / 'bitcode'}"
+    )
+
+
+def family(target: Any) -> str:
+    """`"amdgcn"` or `"nvptx64"` for `"gfx942"`, `"sm_90"`, or an object with `backend` such as Triton's GPUTarget.
+
+    Raises:
+        BitcodeError: no bitcode is built for this target.
+    """
+    name = getattr(target, "backend", target)
+    if isinstance(name, str):
+        if name == "hip" or re.fullmatch(r"gfx[0-9a-f]+(-\w+)?(:.*)?", name):
+            return "amdgcn"
+        if name == "cuda" or re.fullmatch(r"sm_?\d+a?", name):
+            return "nvptx64"
+    raise BitcodeError(f"device bitcode: want a target like 'gfx942' or 'sm_90', got {target!r}")
+
+
+def find_bitcode(target: Any) -> Path:
+    """Path of the verified device library for `target`, in the cache under its content's hash.
+
+    Args:
+        target: `"gfx942"`, `"gfx1201"`, `"sm_90"`, ..., or Triton's `GPUTarget`.
+
+    Raises:
+        BitcodeError: no such target, no file, or a file that does not match `abi`.
+    """
+    return _cached_copy(directory() / family(target) / DEVICE_LIBRARY)
+
+
+def _cached_copy(source: Path) -> Path:
+    try:
+        stat = source.stat()
+    except OSError as e:
+        raise BitcodeError(f"device bitcode: {source} cannot be read: {e.strerror}") from e
+    return _copy_of(source, stat.st_mtime_ns, stat.st_size, env.cache_dir())
+
+
+@lru_cache(maxsize=64)
+def _copy_of(source: Path, mtime_ns: int, size: int, cache: Path) -> Path:
+    data = source.read_bytes()
+    verify(source)
+    target = cache / "bitcode" / hashlib.sha256(data).hexdigest()[:32] / source.name
+    if not (target.is_file() and target.read_bytes() == data):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # another process may write the same file: whoever renames last replaces equal by equal
+        handle, temporary = tempfile.mkstemp(dir=target.parent)
+        with os.fdopen(handle, "wb") as f:
+            f.write(data)
+        os.replace(temporary, target)
+    return target
+
+
+# -------------------------------------------------------------------------------------------------------------------- verify
+
+_verified: set[str] = set()
+
+
+def verify(path: Path | str) -> None:
+    """Check that a device library matches `abi`; the result is kept per content.
+
+    Raises:
+        BitcodeError: names the symbol (or property), what was expected, what was found.
+    """
+    path = Path(path)
+    data = path.read_bytes()
+    key = hashlib.sha256(data).hexdigest()
+    if key in _verified:
+        return
+    module = _parse(path, data)
+    text = str(module)
+    _check_target(path, module, text)
+    _check_functions(path, module)
+    _check_layout(path, text)
+    _check_metadata(path, text)
+    _verified.add(key)
+
+
+def _parse(path: Path, data: bytes) -> Any:
+    import llvmlite.binding as llvm
+
+    try:
+        return llvm.parse_bitcode(data, llvm.create_context())
+    except RuntimeError as e:
+        raise BitcodeError(f"{path}: not LLVM bitcode: {e}") from e
+
+
+def _fail(path: Path, what: str, expected: object, found: object) -> None:
+    raise BitcodeError(f"{path}: {what}: expected {expected}, found {found}")
+
+
+def _check_target(path: Path, module: Any, text: str) -> None:
+    triple = module.triple
+    if triple not in _TRIPLES.values():
+        _fail(path, "target triple", " or ".join(_TRIPLES.values()), repr(triple))
+    in_tree = path.parent.name
+    if in_tree in _TRIPLES and _TRIPLES[in_tree] != triple:
+        _fail(path, "target triple", _TRIPLES[in_tree], triple)
+    layout = module.data_layout
+    # what the structs and the address spaces rely on: 64-bit global pointers; on amdgcn 32-bit LDS pointers and allocas in 5
+    wanted = {"amdgcn-amd-amdhsa": ("p1:64:64", "p3:32:32", "A5"), "nvptx64-nvidia-cuda": ("i64:64",)}[triple]
+    if not {"e", *wanted} <= set(layout.split("-")):
+        _fail(path, "data layout", f"little endian with {', '.join(wanted)}", repr(layout))
+    for attribute in ("target-cpu", "target-features", "amdgpu-waves-per-eu", "amdgpu-flat-work-group-size"):
+        found = re.search(rf'"{attribute}"="[^"]*"', text)
+        if found:
+            _fail(path, f"function attribute {attribute}", "none (one file serves every GPU)", found[0])
+
+
+def _llvm_type(name: str) -> str:
+    return _LLVM_TYPES.get(name) or "i" + name.lstrip("uint")
+
+
+def signatures(path: Path | str) -> dict[str, str]:
+    """Every function that a bitcode file defines with external linkage: name -> `ret(arg, ...)` in LLVM's types."""
+    path = Path(path)
+    return dict(sorted(_signatures(_parse(path, path.read_bytes())).items()))
+
+
+def _signatures(module: Any) -> dict[str, str]:
+    import llvmlite.binding as llvm
+
+    found = {}
+    for function in module.functions:
+        if not function.is_declaration and function.linkage == llvm.Linkage.external:
+            arguments = ", ".join(str(a.type) for a in function.arguments)
+            ret = str(function.global_value_type).split("(", maxsplit=1)[0].strip()
+            found[function.name] = f"{ret}({arguments})"
+    return found
+
+
+def _check_functions(path: Path, module: Any) -> None:
+    import llvmlite.binding as llvm
+
+    expected = {f.symbol: f"{_llvm_type(f.ret)}({', '.join(map(_llvm_type, f.args))})" for f in abi.FUNCTIONS.values()}
+    found = _signatures(module)
+    for symbol, signature in expected.items():
+        if symbol not in found:
+            _fail(path, symbol, signature, "no such function")
+        if found[symbol] != signature:
+            _fail(path, symbol, signature, found[symbol])
+    for symbol in found:
+        if symbol not in expected:
+            _fail(path, symbol, "no such function (abi.FUNCTIONS)", found[symbol])
+    for function in module.functions:
+        if function.is_declaration and not function.name.startswith("llvm."):
+            _fail(path, function.name, "a definition", "an undefined function")
+    for variable in module.global_variables:
+        if variable.is_declaration:
+            _fail(path, variable.name, "a definition", "an undefined variable")
+        if variable.linkage == llvm.Linkage.external and variable.name not in _DATA_SYMBOLS:
+            _fail(path, variable.name, f"one of {', '.join(sorted(_DATA_SYMBOLS))}", "another variable")
+    names = {v.name: v for v in module.global_variables}
+    if abi.CONTEXT_SYMBOL not in names:
+        _fail(path, abi.CONTEXT_SYMBOL, "i64", "no such variable")
+    if str(names[abi.CONTEXT_SYMBOL].global_value_type) != "i64":
+        _fail(path, abi.CONTEXT_SYMBOL, "i64", names[abi.CONTEXT_SYMBOL].global_value_type)
+
+
+def _check_layout(path: Path, text: str) -> None:
+    match = re.search(rf"^@{abi.LAYOUT_SYMBOL} = .*? constant \[\d+ x i32\] \[([^\]]*)\]", text, re.MULTILINE)
+    if not match:
+        _fail(path, abi.LAYOUT_SYMBOL, f"a constant of {len(abi.LAYOUT)} words", "no such constant")
+        return
+    found = [int(word.split()[1]) for word in match[1].split(",")]
+    if len(found) != len(abi.LAYOUT):
+        _fail(path, abi.LAYOUT_SYMBOL, f"{len(abi.LAYOUT)} words", f"{len(found)} words")
+    for (what, expected), word in zip(abi.LAYOUT, found, strict=True):
+        if word != expected:
+            _fail(path, what, expected, word)
+
+
+def _check_metadata(path: Path, text: str) -> None:
+    # "no remote memory" lets the code generator use an atomic that is lost on memory of another device
+    found = re.search(r"!(amdgpu\.no\.(remote|fine\.grained)\S*)", text)
+    if found:
+        _fail(path, "metadata on atomics", "none", found[1])

@@ -1,0 +1,134 @@
+"""Launch and cross-compile kernels that call the device library: the one place that adds `extern_libs`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mori_triton import abi, bitcode, env
+from mori_triton.errors import ArgumentError, BitcodeError, StateError
+
+# wave size of every target that the package's tests compile for
+TARGETS = {"gfx942": 64, "gfx950": 64, "gfx1201": 32, "gfx1250": 32, "sm_90": 32}
+
+
+def get_extern_libs(target: Any = None) -> dict[str, str]:
+    """`extern_libs=` for a launch or a compilation.
+
+    Args:
+        target: Triton's `GPUTarget` or `"gfx942"`, `"sm_90"`, ...; None: the active device's.
+    """
+    if target is None:
+        from triton.runtime import driver
+
+        target = driver.active.get_current_target()
+    return {abi.LIBRARY: str(bitcode.find_bitcode(target))}
+
+
+def refuse_interpreter(kernel: Any = None) -> None:
+    """Raise `StateError` under Triton's interpreter: it calls no extern, and runs programs one after another, so waits never end."""
+    if env.triton_interpret() or type(kernel).__name__ == "InterpretedFunction":
+        raise StateError(
+            "TRITON_INTERPRET=1: Triton's interpreter cannot call the device library; unset it and run on the emulated "
+            'device instead: mori_triton.local_world(n, device="cpu")'
+        )
+
+
+def launch(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> Any:
+    """`kernel[grid](*args, **kwargs)` with the device library of the active target linked in. Asynchronous.
+
+    Returns:
+        The compiled kernel.
+
+    Raises:
+        StateError: under `TRITON_INTERPRET=1`.
+        BitcodeError: no bitcode for the target, or the kernel calls a function that it does not have.
+    """
+    refuse_interpreter(kernel)
+    libs = {**kwargs.pop("extern_libs", {}), **get_extern_libs()}
+    compiled = kernel[grid](*args, extern_libs=libs, **kwargs)
+    check_linked(compiled)
+    return compiled
+
+
+_linked: set[str] = set()
+
+
+def check_linked(compiled: Any) -> None:
+    """Raise `BitcodeError` if a compiled kernel still calls a function of the device library: on HIP Triton links silently nothing."""
+    key = getattr(compiled, "hash", None)
+    if compiled is None or key in _linked:
+        return
+    left = unresolved(compiled.asm)
+    if left:
+        raise BitcodeError(
+            f"{getattr(compiled, 'name', 'kernel')}: unresolved {', '.join(left)}: want every symbol inlined from the device library; "
+            f'launch with extern_libs={{"{abi.LIBRARY}": ...}} (get_extern_libs())'
+        )
+    if key is not None:
+        _linked.add(key)
+
+
+def unresolved(asm: Mapping[str, Any]) -> list[str]:
+    """Functions of the device library that the generated code still calls or declares."""
+    llir = asm["llir"] if "llir" in asm else ""
+    names = set(re.findall(rf'^declare .*@"?({abi.LIBRARY}_\w+)"?\(', llir, re.MULTILINE))
+    names |= set(re.findall(rf'call [^\n]*@"?({abi.LIBRARY}_\w+)"?\(', llir))
+    return sorted(names)
+
+
+def gpu_target(arch: str) -> Any:
+    """Triton's `GPUTarget` for one of `TARGETS`."""
+    from triton.backends.compiler import GPUTarget
+
+    if arch not in TARGETS:
+        raise ArgumentError(f"arch: want one of {', '.join(TARGETS)}, got {arch!r}")
+    return GPUTarget("cuda", int(arch[3:]), 32) if arch.startswith("sm_") else GPUTarget("hip", arch, TARGETS[arch])
+
+
+def cross_compile(
+    kernel: Any,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any] | None = None,
+    *,
+    arch: str,
+    library: Path | str | None = None,
+    **options: Any,
+) -> Any:
+    """Compile a `@triton.jit` kernel for a GPU that need not be here, device library linked in, and check that it is.
+
+    Args:
+        kernel: the jit function.
+        signature: argument name -> Triton type (`"*fp32"`, `"i64"`), constants left out.
+        constants: argument name -> value of the constexpr arguments.
+        arch: one of `TARGETS`.
+        library: another bitcode file; None: the verified one.
+        options: `num_warps`, ...
+
+    Raises:
+        BitcodeError: a symbol is left unresolved.
+    """
+    import triton
+    from triton.compiler import ASTSource
+
+    refuse_interpreter(kernel)
+    target = gpu_target(arch)
+    constants = dict(constants or {})
+    source = ASTSource(
+        fn=kernel,
+        signature={**dict(signature), **dict.fromkeys(constants, "constexpr")},
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+    )
+    libs = {abi.LIBRARY: str(library)} if library is not None else get_extern_libs(target)
+    compiled = triton.compile(source, target=target, options={"extern_libs": libs, **options})
+    check_linked(compiled)
+    return compiled
+
+
+def compile_probe(arch: str, library: Path | str) -> Any:
+    """Compile a kernel that signals and waits through `library`, for `bitcode/build.py --check`."""
+    from mori_triton.device import probe
+
+    return cross_compile(probe.ring_kernel, probe.RING_SIGNATURE, arch=arch, library=library)

@@ -1,0 +1,286 @@
+"""What `@triton.jit` code calls: `from mori_triton.device import shmem`.
+
+`ctx` is the kernel's first argument, `SymmetricHeap.ctx` (a pointer, or its address as int64). Pointers named `*_ptr` are this PE's
+own addresses of symmetric memory; the callee finds the peer's. Every function is one operation of the whole program, whatever
+`num_warps` is, and has to be called where all its threads come by: not inside a loop over elements, not on blocks
+(`remote_ptr` excepted, which is elementwise).
+
+Order: a signal covers every earlier store of the program; a wait is an acquire for all of it. Puts, gets and atomics order nothing
+by themselves: `fence` and `quiet` do. A wait that returns a value which does not satisfy it has reached the time limit (the
+error log has a record with `tag`): end the kernel then.
+"""
+
+import triton
+import triton.language as tl
+
+from mori_triton import abi
+from mori_triton.device import externs
+
+SIGNAL_SET = tl.constexpr(abi.SIGNAL_SET)
+SIGNAL_ADD = tl.constexpr(abi.SIGNAL_ADD)
+
+_FETCH: tl.constexpr = tl.constexpr(abi.ATOMIC_FETCH)
+_ADD: tl.constexpr = tl.constexpr(abi.ATOMIC_ADD)
+_SET: tl.constexpr = tl.constexpr(abi.ATOMIC_SET)
+_INC: tl.constexpr = tl.constexpr(abi.ATOMIC_INC)
+_AND: tl.constexpr = tl.constexpr(abi.ATOMIC_AND)
+_OR: tl.constexpr = tl.constexpr(abi.ATOMIC_OR)
+_XOR: tl.constexpr = tl.constexpr(abi.ATOMIC_XOR)
+_FETCH_ADD: tl.constexpr = tl.constexpr(abi.ATOMIC_FETCH_ADD)
+_FETCH_INC: tl.constexpr = tl.constexpr(abi.ATOMIC_FETCH_INC)
+_FETCH_AND: tl.constexpr = tl.constexpr(abi.ATOMIC_FETCH_AND)
+_FETCH_OR: tl.constexpr = tl.constexpr(abi.ATOMIC_FETCH_OR)
+_FETCH_XOR: tl.constexpr = tl.constexpr(abi.ATOMIC_FETCH_XOR)
+_SWAP: tl.constexpr = tl.constexpr(abi.ATOMIC_SWAP)
+_COMPARE_SWAP: tl.constexpr = tl.constexpr(abi.ATOMIC_COMPARE_SWAP)
+
+
+# ------------------------------------------------------------------------------------------------------------- who and where
+
+
+@triton.jit
+def my_pe(ctx):
+    """This PE's index, int32."""
+    return externs.ctx_my_pe(ctx)
+
+
+@triton.jit
+def n_pes(ctx):
+    """Number of PEs, int32."""
+    return externs.ctx_n_pes(ctx)
+
+
+@triton.jit
+def remote_ptr(ctx, ptr, pe):
+    """`ptr` in the heap of `pe`: same pointer type, elementwise in both. Null if `pe` is out of range or cannot be reached by load
+    and store, or if `ptr` is outside the heap. Carries no alignment: give `tl.multiple_of(..., 16)` where you know it."""
+    return externs.ctx_ptr(ctx, ptr, pe).to(ptr.dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------------- signals
+
+
+@triton.jit
+def signal_set(ctx, sig_ptr, value, pe):
+    """Release, then set the 64-bit word of `pe` to `value`. 0, or -1 if refused."""
+    return externs.ctx_signal_set(ctx, sig_ptr, value, pe)
+
+
+@triton.jit
+def signal_add(ctx, sig_ptr, value, pe):
+    """Release, then add `value` to the 64-bit word of `pe`. 0, or -1 if refused."""
+    return externs.ctx_signal_add(ctx, sig_ptr, value, pe)
+
+
+@triton.jit
+def wait_eq(ctx, sig_ptr, value, peer=-1, tag=0):
+    """Wait until my 64-bit word == `value`, acquire; the value seen (int64). `peer` and `tag` only name the wait in a report."""
+    return externs.ctx_wait_eq(ctx, sig_ptr, value, peer, tag)
+
+
+@triton.jit
+def wait_ne(ctx, sig_ptr, value, peer=-1, tag=0):
+    """As `wait_eq`, until != `value`."""
+    return externs.ctx_wait_ne(ctx, sig_ptr, value, peer, tag)
+
+
+@triton.jit
+def wait_gt(ctx, sig_ptr, value, peer=-1, tag=0):
+    """As `wait_eq`, until > `value` (signed)."""
+    return externs.ctx_wait_gt(ctx, sig_ptr, value, peer, tag)
+
+
+@triton.jit
+def wait_ge(ctx, sig_ptr, value, peer=-1, tag=0):
+    """As `wait_eq`, until >= `value` (signed)."""
+    return externs.ctx_wait_ge(ctx, sig_ptr, value, peer, tag)
+
+
+@triton.jit
+def wait_lt(ctx, sig_ptr, value, peer=-1, tag=0):
+    """As `wait_eq`, until < `value` (signed)."""
+    return externs.ctx_wait_lt(ctx, sig_ptr, value, peer, tag)
+
+
+@triton.jit
+def wait_le(ctx, sig_ptr, value, peer=-1, tag=0):
+    """As `wait_eq`, until <= `value` (signed)."""
+    return externs.ctx_wait_le(ctx, sig_ptr, value, peer, tag)
+
+
+@triton.jit
+def wait_all_ge(ctx, sig_ptr, num, value, tag=0):
+    """Wait until each of my `num` words from `sig_ptr` is >= `value`; word i is written by PE i. Acquires. `value`, or something
+    smaller if a word did not come in time (one record each)."""
+    return externs.ctx_wait_all_ge(ctx, sig_ptr, num, value, tag)
+
+
+@triton.jit
+def arrive_last(ctx, counter_ptr, count):
+    """1 in the program that calls it last of `count` programs of a launch, which then sees all their stores; 0 in the others.
+    `counter_ptr`: a local uint32 that is 0 at the start, and again afterwards."""
+    return externs.ctx_arrive_last(ctx, counter_ptr, count)
+
+
+# ------------------------------------------------------------------------------------------------------------------------ data
+
+
+@triton.jit
+def put(ctx, dst_ptr, src_ptr, num_bytes, pe):
+    """Copy `num_bytes` from local `src_ptr` (any device memory) to `dst_ptr` of `pe`, all threads moving 16 bytes where both are aligned
+    alike. The source may be reused on return. 0, or -1 if refused."""
+    return externs.ctx_put_block(ctx, dst_ptr, src_ptr, num_bytes, pe)
+
+
+@triton.jit
+def put_nbi(ctx, dst_ptr, src_ptr, num_bytes, pe):
+    """As `put`, but the source must stay as it is until `quiet`, `fence` or a signal."""
+    return externs.ctx_put_nbi_block(ctx, dst_ptr, src_ptr, num_bytes, pe)
+
+
+@triton.jit
+def get(ctx, dst_ptr, src_ptr, num_bytes, pe):
+    """Copy `num_bytes` from `src_ptr` of `pe` to local `dst_ptr` (any device memory). Every thread may read it on return."""
+    return externs.ctx_get_block(ctx, dst_ptr, src_ptr, num_bytes, pe)
+
+
+@triton.jit
+def put_signal(ctx, dst_ptr, src_ptr, num_bytes, sig_ptr, value, op, pe):
+    """`put`, then a signal: `op` is `SIGNAL_SET` or `SIGNAL_ADD`. Zero bytes still signal; if either is refused neither is done."""
+    return externs.ctx_put_signal_block(ctx, dst_ptr, src_ptr, num_bytes, sig_ptr, value, op, pe)
+
+
+# --------------------------------------------------------------------------------------------------------------------- atomics
+
+
+@triton.jit
+def _atomic(ctx, ptr, value, compare, op, pe):
+    tl.static_assert(ptr.dtype.is_ptr(), "atomics take a pointer: its element type says how wide")
+    width: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
+    tl.static_assert(width == 32 or width == 64, "atomics are 32 or 64 bits wide")
+    if width == 64:
+        return externs.ctx_atomic_uint64(ctx, ptr, value, compare, op, pe)
+    else:
+        return externs.ctx_atomic_uint32(ctx, ptr, value, compare, op, pe)
+
+
+@triton.jit
+def _atomic_fetch(ctx, ptr, value, compare, op, pe):
+    tl.static_assert(ptr.dtype.is_ptr(), "atomics take a pointer: its element type says how wide")
+    width: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
+    tl.static_assert(width == 32 or width == 64, "atomics are 32 or 64 bits wide")
+    if width == 64:
+        return externs.ctx_atomic_fetch_uint64(ctx, ptr, value, compare, op, pe).to(ptr.dtype.element_ty)
+    else:
+        return externs.ctx_atomic_fetch_uint32(ctx, ptr, value, compare, op, pe).to(ptr.dtype.element_ty)
+
+
+@triton.jit
+def atomic_add(ctx, ptr, value, pe):
+    """Add to a 32- or 64-bit integer of `pe`, relaxed. As all below: 0, or -1 if refused."""
+    return _atomic(ctx, ptr, value, 0, _ADD, pe)
+
+
+@triton.jit
+def atomic_inc(ctx, ptr, pe):
+    """Add 1."""
+    return _atomic(ctx, ptr, 0, 0, _INC, pe)
+
+
+@triton.jit
+def atomic_set(ctx, ptr, value, pe):
+    """Write atomically."""
+    return _atomic(ctx, ptr, value, 0, _SET, pe)
+
+
+@triton.jit
+def atomic_and(ctx, ptr, value, pe):
+    """Bitwise and."""
+    return _atomic(ctx, ptr, value, 0, _AND, pe)
+
+
+@triton.jit
+def atomic_or(ctx, ptr, value, pe):
+    """Bitwise or."""
+    return _atomic(ctx, ptr, value, 0, _OR, pe)
+
+
+@triton.jit
+def atomic_xor(ctx, ptr, value, pe):
+    """Bitwise exclusive or."""
+    return _atomic(ctx, ptr, value, 0, _XOR, pe)
+
+
+@triton.jit
+def atomic_fetch(ctx, ptr, pe):
+    """Read atomically. As all below: the old value, of the pointer's element type, in every thread; 0 if refused."""
+    return _atomic_fetch(ctx, ptr, 0, 0, _FETCH, pe)
+
+
+@triton.jit
+def atomic_fetch_add(ctx, ptr, value, pe):
+    """Add; the old value."""
+    return _atomic_fetch(ctx, ptr, value, 0, _FETCH_ADD, pe)
+
+
+@triton.jit
+def atomic_fetch_inc(ctx, ptr, pe):
+    """Add 1; the old value."""
+    return _atomic_fetch(ctx, ptr, 0, 0, _FETCH_INC, pe)
+
+
+@triton.jit
+def atomic_fetch_and(ctx, ptr, value, pe):
+    """Bitwise and; the old value."""
+    return _atomic_fetch(ctx, ptr, value, 0, _FETCH_AND, pe)
+
+
+@triton.jit
+def atomic_fetch_or(ctx, ptr, value, pe):
+    """Bitwise or; the old value."""
+    return _atomic_fetch(ctx, ptr, value, 0, _FETCH_OR, pe)
+
+
+@triton.jit
+def atomic_fetch_xor(ctx, ptr, value, pe):
+    """Bitwise exclusive or; the old value."""
+    return _atomic_fetch(ctx, ptr, value, 0, _FETCH_XOR, pe)
+
+
+@triton.jit
+def atomic_swap(ctx, ptr, value, pe):
+    """Exchange; the old value."""
+    return _atomic_fetch(ctx, ptr, value, 0, _SWAP, pe)
+
+
+@triton.jit
+def atomic_compare_swap(ctx, ptr, compare, value, pe):
+    """Write `value` if the word == `compare`; the old value."""
+    return _atomic_fetch(ctx, ptr, value, compare, _COMPARE_SWAP, pe)
+
+
+# ----------------------------------------------------------------------------------------------------------------------- order
+
+
+@triton.jit
+def fence(ctx):
+    """Every earlier store of the program, to any PE, comes before every later one."""
+    return externs.ctx_fence(ctx)
+
+
+@triton.jit
+def quiet(ctx):
+    """Every earlier put and store of the program is complete and visible to all PEs; sources may be reused."""
+    return externs.ctx_quiet(ctx)
+
+
+@triton.jit
+def acquire(ctx):
+    """What a relaxed read of the program (an atomic of `tl`) has seen released is visible to all its later loads. Waits do it."""
+    return externs.ctx_acquire(ctx)
+
+
+@triton.jit
+def barrier_all(ctx):
+    """All PEs: every store before is visible to every PE after. One program a PE (grid 1), streams in turn. 0, or -1 on time-out."""
+    return externs.ctx_barrier_all(ctx)
