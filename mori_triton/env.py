@@ -1,7 +1,7 @@
 """The only reader of `os.environ`. docs/env.md lists the same variables; a test compares the two.
 
-`snapshot()` reads every setting once, at init; what changes in the environment afterwards has no effect on a world that is
-up. A text that cannot be read is an `EnvError` naming the variable, the text and the accepted forms; nothing is guessed.
+`snapshot()` reads every setting once, at init; what changes in the environment afterwards has no effect on a world that
+is up. A text that cannot be read is an `EnvError` naming the variable, the text and the accepted forms.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ _BY_NAME = {variable.name: variable for variable in VARIABLES}
 
 
 def get(name: str, environ: Mapping[str, str] | None = None) -> Any:
-    """The parsed value of one of `VARIABLES`, its default when unset. Raises `EnvError`; `KeyError` for an unlisted name."""
+    """The value of one of `VARIABLES`, its default when unset. Raises `EnvError`; `KeyError` for an unlisted name."""
     variable = _BY_NAME[name]
     text = (os.environ if environ is None else environ).get(name, variable.default)
     return None if text is None else variable.parse(text, name)
@@ -174,7 +174,7 @@ def snapshot(environ: Mapping[str, str] | None = None) -> Settings:
 
 
 def cache_dir() -> Path:
-    """Where compiled objects are kept: `MORI_TRITON_CACHE_DIR`, else `mori_triton` under the XDG cache directory. Not created."""
+    """Where compiled objects go: `MORI_TRITON_CACHE_DIR`, else `mori_triton` in the XDG cache directory. Not created."""
     own = get("MORI_TRITON_CACHE_DIR")
     if own is not None:
         return Path(own).expanduser()

@@ -1,7 +1,7 @@
 """Names of the places in kernels that wait, by the tag that an error record carries.
 
-A tag is a constant in device code, so it has to be the same in every process and import order: the fixed sites are listed
-here, and `register_wait_site` derives a tag from the name alone. Imports nothing of the package but errors.
+A tag is a constant in device code, so it has to be the same in every process and import order: `register_wait_site`
+derives it from the name alone. Negative tags are the device library's own (`abi.TAG_*`).
 """
 
 from __future__ import annotations
@@ -10,16 +10,12 @@ import zlib
 
 from mori_triton.errors import ArgumentError
 
-UNNAMED = 0
-BARRIER_ALL = 1
-WAIT_UNTIL = 2  # MORI's `*_wait_until_*` names
-
 _names: dict[int, str] = {
-    UNNAMED: "a wait without a name",
-    BARRIER_ALL: "barrier_all",
-    WAIT_UNTIL: "wait_until",
+    0: "a wait without a name",
+    -1: "barrier_all",
+    -2: "wait_until",
 }
-# tags below are fixed ones; device code keeps the tag in an i32
+# small tags are left to people who number their waits by hand; device code keeps a tag in an i32
 _FIRST_DERIVED = 1 << 16
 
 

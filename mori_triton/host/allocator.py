@@ -20,7 +20,7 @@ class Block:
 
 
 class Allocator:
-    """Offsets in [0, num_bytes). The free list is canonical: its state depends only on what is allocated, not on the past."""
+    """Offsets in [0, num_bytes). The free list is canonical: it depends only on what is allocated, not on the past."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes // GRANULE * GRANULE

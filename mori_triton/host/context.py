@@ -1,4 +1,4 @@
-"""The structs that host and device share, in bytes: the device context of a PE and its error log (hip_src/context.h).
+"""The structs that host and device share, as bytes: the device context of a PE and its error log (layout: `abi`).
 
 Packing and reading only; which memory they live in is the heap's business.
 """
@@ -6,25 +6,22 @@ Packing and reading only; which memory they live in is the heap's business.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from mori_triton import abi
 from mori_triton.errors import KernelFault, MoriError, PeerTimeout
 from mori_triton.wait_sites import wait_site_name
 
-VERSION = 1
-CONTEXT_BYTES = 128
-BARRIER_WORDS = 64
-ERROR_CAPACITY = 15
+_FORMATS = {"u32": "I", "i32": "i", "u64": "Q"}
 
-# version, pe, n_pes, flags, heap base, heap size, peer bases, sync, errors, timeout in ticks, reserved
-_CONTEXT = struct.Struct("<IiiIQQQQQQQ")
-_LOG = struct.Struct("<QQ")
-# kind, pe, peer, tag, address, expected, seen, compare
-_RECORD = struct.Struct("<IiiiQQQI20x")
-ERROR_LOG_BYTES = _LOG.size + ERROR_CAPACITY * _RECORD.size
 
-WAIT_TIMEOUT, OUT_OF_RANGE = 1, 2
-COMPARE = {1: "==", 2: "!=", 3: ">", 4: ">=", 5: "<", 6: "<="}
+def _put(buffer: bytearray, at: int, field: abi.Field, value: int) -> None:
+    struct.pack_into("<" + _FORMATS[field.type], buffer, at + field.offset, value)
+
+
+def _get(buffer: bytes, at: int, field: abi.Field) -> int:
+    return struct.unpack_from("<" + _FORMATS[field.type], buffer, at + field.offset)[0]
 
 
 def pack_context(
@@ -32,25 +29,31 @@ def pack_context(
     pe: int,
     n_pes: int,
     heap_base: int,
-    heap_bytes: int,
+    heap_size: int,
     peer_bases: int,
     sync: int,
     errors: int,
     timeout_ticks: int,
 ) -> bytes:
-    """The device context, `CONTEXT_BYTES` long; addresses are the device's."""
-    fields = (VERSION, pe, n_pes, 0, heap_base, heap_bytes, peer_bases, sync, errors, timeout_ticks, 0)
-    return _CONTEXT.pack(*fields).ljust(CONTEXT_BYTES, b"\0")
+    """The device context, `abi.CONTEXT_BYTES` long. Addresses are the device's; 0 ticks: waits have no limit."""
+    buffer = bytearray(abi.CONTEXT_BYTES)
+    values = {"version": abi.ABI_VERSION, "pe": pe, "n_pes": n_pes, "heap_base": heap_base, "heap_size": heap_size}
+    values |= {"peer_bases": peer_bases, "sync": sync, "errors": errors, "timeout_ticks": timeout_ticks}
+    for name, value in values.items():
+        _put(buffer, 0, abi.CONTEXT_FIELDS[name], value)
+    return bytes(buffer)
 
 
 def empty_error_log() -> bytes:
-    """An error log that holds nothing, `ERROR_LOG_BYTES` long."""
-    return _LOG.pack(0, ERROR_CAPACITY).ljust(ERROR_LOG_BYTES, b"\0")
+    """An error log that holds nothing, `abi.ERROR_LOG_SIZE` long."""
+    buffer = bytearray(abi.ERROR_LOG_SIZE)
+    _put(buffer, 0, abi.ERROR_LOG_FIELDS["capacity"], abi.ERROR_CAPACITY)
+    return bytes(buffer)
 
 
 @dataclass(frozen=True)
 class ErrorRecord:
-    """What a kernel wrote before it ended early. `where` names the address; `tag` says which wait it was."""
+    """What a kernel wrote before it ended early; the fields of `abi.ERROR_RECORD_FIELDS`. `where` names `address`."""
 
     kind: int
     pe: int
@@ -62,33 +65,38 @@ class ErrorRecord:
     compare: int
     where: str
 
+    @property
+    def timed_out(self) -> bool:
+        """Whether a wait reached its limit; otherwise the operation was refused and nothing was accessed."""
+        return self.kind == abi.ERROR_WAIT_TIMEOUT
+
     def __str__(self) -> str:
-        if self.kind == WAIT_TIMEOUT:
-            peer = f" for PE {self.peer}" if self.peer >= 0 else ""
-            wanted = f"{COMPARE.get(self.compare, '?')} {self.expected}"
-            return f"{wait_site_name(self.tag)} on PE {self.pe}, waiting{peer}: {self.where} expected {wanted}, saw {self.seen}"
-        if self.kind == OUT_OF_RANGE:
-            name = wait_site_name(self.tag)
-            return f"{name} on PE {self.pe}, to PE {self.peer}: {self.where}: want {self.expected}, got {self.seen} (out of range)"
-        return f"{wait_site_name(self.tag)} on PE {self.pe}: error of unknown kind {self.kind}, {self.where}"
+        site = f"{wait_site_name(self.tag)} on PE {self.pe}"
+        if self.timed_out:
+            peer = f" waiting for PE {self.peer}" if self.peer >= 0 else " waiting"
+            sign = abi.COMPARE_SIGNS.get(self.compare, "?")
+            return f"{site}{peer}: {self.where}, expected {sign} {self.expected}, saw {self.seen}"
+        if self.kind == abi.ERROR_REFUSED:
+            return f"PE {self.pe}: {self.expected} bytes at {self.where}, for PE {self.peer}: no such PE, address or alignment"
+        return f"{site}: error of unknown kind {self.kind} at {self.where}"
 
 
-def unpack_error_log(log: bytes, describe) -> tuple[list[ErrorRecord], int]:
-    """Records of a log and how many errors came in all (more than the log holds, perhaps). `describe(address)` names one."""
-    count, capacity = _LOG.unpack_from(log)
+def unpack_error_log(log: bytes, describe: Callable[[int], str]) -> tuple[list[ErrorRecord], int]:
+    """The records of a log, and how many errors there were in all, which may be more. `describe` names an address."""
+    count = _get(log, 0, abi.ERROR_LOG_FIELDS["count"])
     records = []
-    for i in range(min(count, capacity, ERROR_CAPACITY)):
-        kind, pe, peer, tag, address, expected, seen, compare = _RECORD.unpack_from(log, _LOG.size + i * _RECORD.size)
-        records.append(ErrorRecord(kind, pe, peer, tag, address, expected, seen, compare, describe(address)))
+    for i in range(min(count, abi.ERROR_CAPACITY)):
+        at = abi.ERROR_LOG_FIELDS["records"].offset + i * abi.ERROR_RECORD_SIZE
+        fields = {name: _get(log, at, field) for name, field in abi.ERROR_RECORD_FIELDS.items()}
+        records.append(ErrorRecord(**fields, where=describe(fields["address"])))
     return records, count
 
 
 def error_of(records: list[ErrorRecord], num_errors: int) -> MoriError:
-    """The exception for what a log held: `KernelFault` if anything was out of range, else `PeerTimeout`."""
+    """The exception for what a log held: `KernelFault` if an operation was refused, else `PeerTimeout`."""
     lines = [str(record) for record in records]
     if num_errors > len(records):
         lines.append(f"and {num_errors - len(records)} more")
-    fault = any(record.kind != WAIT_TIMEOUT for record in records)
-    head = "a kernel went out of range" if fault else "a wait in a kernel reached its limit"
-    text = "\n  ".join([f"{head}:", *lines])
-    return KernelFault(text) if fault else PeerTimeout(text)
+    if all(record.timed_out for record in records):
+        return PeerTimeout("\n  ".join(["a wait in a kernel reached its limit:", *lines]))
+    return KernelFault("\n  ".join(["a kernel asked for what cannot be served:", *lines]))

@@ -1,4 +1,4 @@
-"""The symmetric heap: one allocation per PE, mapped by every PE that can reach it, handed out at equal offsets on all PEs.
+"""The symmetric heap: one allocation per PE, mapped by the PEs that can reach it, handed out at equal offsets on all.
 
 Also the owner of a PE's device context (`ctx`, the tensor through which kernels and host meet) and of its error log.
 """
@@ -11,6 +11,7 @@ import struct
 import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mori_triton import abi
 from mori_triton.errors import ArgumentError, DriverError, HeapError, StateError, require
 from mori_triton.host import context
 from mori_triton.host.allocator import Allocator, Block
@@ -76,12 +77,12 @@ class SymmetricHeap:
             self._release()
             raise
 
-    # -- set-up ---------------------------------------------------------------------------------------------------------
+    # set-up
 
     def _allocate(self, node: str, kind: MemoryKind) -> dict[str, Any]:
         """This PE's part of the set-up; a failure is not raised but told to all, so that all fail together."""
         facts: dict[str, Any] = {"bytes": self.num_bytes, "node": node, "error": None}
-        least = context.BARRIER_WORDS * 8
+        least = abi.BARRIER_WORDS * 8
         try:
             if not isinstance(self.num_bytes, int) or self.num_bytes < least:
                 raise HeapError(f"a heap of {self.num_bytes} bytes is too small: {SYNC_NAME} alone need {least}")
@@ -120,23 +121,23 @@ class SymmetricHeap:
         self._all_fine([json.loads(text) for text in problems])
 
     def _context_bytes(self) -> int:
-        return context.CONTEXT_BYTES + self._table_bytes() + context.ERROR_LOG_BYTES
+        return abi.CONTEXT_BYTES + self._table_bytes() + abi.ERROR_LOG_SIZE
 
     def _table_bytes(self) -> int:
         return -(-self.n_pes * 8 // 64) * 64
 
     def _write_tables(self) -> None:
-        sync = self._allocator.allocate(context.BARRIER_WORDS * 8, DEFAULT_ALIGNMENT, SYNC_NAME)
+        sync = self._allocator.allocate(abi.BARRIER_WORDS * 8, DEFAULT_ALIGNMENT, SYNC_NAME)
         assert sync is not None
         self.driver.memset(self._base + sync.offset, 0, sync.num_bytes)
-        bases = self._context_address + context.CONTEXT_BYTES
+        bases = self._context_address + abi.CONTEXT_BYTES
         self._error_log = bases + self._table_bytes()
         ticks = 0 if self.timeout_s is None else max(1, math.ceil(self.timeout_s * self.driver.ticks_per_second))
         packed = context.pack_context(
             pe=self.pe,
             n_pes=self.n_pes,
             heap_base=self._base,
-            heap_bytes=self.num_bytes,
+            heap_size=self.num_bytes,
             peer_bases=bases,
             sync=self._base + sync.offset,
             errors=self._error_log,
@@ -147,14 +148,14 @@ class SymmetricHeap:
         self.driver.write(self._error_log, context.empty_error_log())
         self.driver.synchronize()
 
-    # -- allocation -----------------------------------------------------------------------------------------------------
+    # allocation
 
     def malloc(self, num_bytes: int, alignment: int = DEFAULT_ALIGNMENT, name: str = "") -> int:
         """Address of `num_bytes` uninitialised bytes at the same offset on every PE; 0 for 0 bytes. Collective.
 
         Raises:
-            HeapError: on every PE, when PEs differ in size, alignment, name or what they have allocated so far (lists each
-                PE's value), or when the heap has no room. Nothing is changed.
+            HeapError: on every PE, when PEs differ in size, alignment, name or what they have allocated so far (each PE's
+                value is listed), or when the heap has no room. Nothing is changed.
             ArgumentError: size negative, alignment not a power of two or above what the heap's address allows.
         """
         self._check_open()
@@ -184,16 +185,15 @@ class SymmetricHeap:
         block = self._allocator.allocate(num_bytes, alignment, name)
         if block is None:
             raise HeapError(self._exhausted(num_bytes, alignment, name))
-        self._freed = {
-            offset: old
-            for offset, old in self._freed.items()
-            if not block.offset <= offset < block.offset + block.extent
-        }
+        end = block.offset + block.extent
+        self._freed = {offset: old for offset, old in self._freed.items() if not block.offset <= offset < end}
         return self._base + block.offset
 
     def free(self, address: int | None) -> None:
-        """Give back what `malloc` returned; 0 and None are ignored. Local: every PE frees the same, in any order, before the
-        next `malloc`, which checks it. `HeapError` for anything else, with no change.
+        """Give back what `malloc` returned; 0 and None are ignored.
+
+        Local: every PE frees the same, in any order, before the next `malloc`, which checks it. Raises `HeapError` for
+        anything else (double free, foreign or interior pointer), with no change.
         """
         self._check_open()
         if not address:
@@ -219,7 +219,7 @@ class SymmetricHeap:
         )
 
     def tensor(self, shape: tuple[int, ...] | list[int], dtype: torch.dtype, name: str = "") -> torch.Tensor:
-        """An uninitialised contiguous tensor of its own allocation. Collective, errors as `malloc`; free with `free_tensor`."""
+        """An uninitialised contiguous tensor of its own allocation, for `free_tensor`. Collective; errors as `malloc`."""
         size = math.prod(shape)
         address = self.malloc(size * dtype.itemsize, max(DEFAULT_ALIGNMENT, dtype.itemsize), name)
         tensor = self.driver.tensor(address, tuple(shape), dtype)
@@ -227,10 +227,10 @@ class SymmetricHeap:
         return tensor
 
     def free_tensor(self, tensor: torch.Tensor) -> None:
-        """Free the allocation that starts where `tensor` starts. Errors as `free`; a tensor of no elements is ignored."""
+        """Free the allocation that starts where `tensor` does. Errors as `free`; one of no elements is ignored."""
         self.free(tensor.data_ptr() if tensor.numel() else 0)
 
-    # -- addresses ------------------------------------------------------------------------------------------------------
+    # addresses
 
     @property
     def base(self) -> int:
@@ -250,7 +250,7 @@ class SymmetricHeap:
         if self._ctx is None:
             import torch
 
-            self._ctx = self.driver.tensor(self._context_address, (context.CONTEXT_BYTES // 8,), torch.int64)
+            self._ctx = self.driver.tensor(self._context_address, (abi.CONTEXT_BYTES // 8,), torch.int64)
         return self._ctx
 
     @property
@@ -273,9 +273,9 @@ class SymmetricHeap:
         return self._peer_bases[pe] != 0
 
     def peer_address(self, address: int, pe: int) -> int:
-        """Where this PE sees, in the heap of `pe`, what is at `address` in its own; 0: outside the heap, or not reachable.
+        """Where this PE sees, in the heap of `pe`, what is at `address` in its own.
 
-        Raises `ArgumentError` for a PE that does not exist.
+        0: outside the heap, or that PE is not reachable by load and store. Raises `ArgumentError` for a PE that does not exist.
         """
         self._check_open()
         self._check_pe(pe)
@@ -284,7 +284,7 @@ class SymmetricHeap:
         return self._peer_bases[pe] + (address - self._base)
 
     def peer_tensor(self, tensor: torch.Tensor, pe: int) -> torch.Tensor:
-        """What `tensor`, a symmetric tensor or a view of one, is on `pe`: same shape and strides, over that PE's memory."""
+        """What `tensor`, symmetric or a view of such, is on `pe`: same shape and strides, over that PE's memory."""
         self._check_open()
         self._check_pe(pe)
         if tensor.numel() == 0:
@@ -301,7 +301,7 @@ class SymmetricHeap:
         return flat.as_strided(tensor.shape, tensor.stride())
 
     def describe(self, address: int) -> str:
-        """ "name+offset of PE p" for an address in a heap this PE can reach, else its hexadecimal value with a remark."""
+        """For an address in a heap this PE can reach "name+offset of PE p", else the number with a remark."""
         for pe, start in enumerate(self._peer_bases):
             if start and start <= address < start + self.num_bytes:
                 block = self._allocator.find(address - start)
@@ -322,30 +322,30 @@ class SymmetricHeap:
         return [
             *regions,
             Region(self._context_address, self._error_log - self._context_address, f"context of PE {self.pe}", self.pe),
-            Region(self._error_log, context.ERROR_LOG_BYTES, f"error log of PE {self.pe}", self.pe),
+            Region(self._error_log, abi.ERROR_LOG_SIZE, f"error log of PE {self.pe}", self.pe),
         ]
 
-    # -- errors of kernels ----------------------------------------------------------------------------------------------
+    # errors of kernels
 
     def take_errors(self) -> tuple[list[context.ErrorRecord], int]:
-        """The records that kernels of this PE have left and how many errors there were; clears the log. Kernels must be done."""
+        """What kernels of this PE have recorded, and how many errors there were; clears the log. They must be done."""
         self._check_open()
-        log = self.driver.read(self._error_log, context.ERROR_LOG_BYTES)
+        log = self.driver.read(self._error_log, abi.ERROR_LOG_SIZE)
         records, count = context.unpack_error_log(log, self.describe)
         if count:
             self.driver.write(self._error_log, context.empty_error_log())
         return records, count
 
     def check_errors(self) -> None:
-        """Raise what kernels of this PE have recorded, `PeerTimeout` or `KernelFault`, and clear it. Kernels must be done."""
+        """Raise what kernels of this PE have recorded, `PeerTimeout` or `KernelFault`, and clear it. They must be done."""
         records, count = self.take_errors()
         if count:
             raise context.error_of(records, count)
 
-    # -- end ------------------------------------------------------------------------------------------------------------
+    # end
 
     def close(self) -> None:
-        """Unmap everything. Local and idempotent; peers must be done with this PE's memory (a barrier before it says so)."""
+        """Unmap everything. Local and idempotent; peers must be done with this PE's memory (put a barrier before)."""
         if not self._closed:
             self._closed = True
             self._release()
@@ -365,7 +365,7 @@ class SymmetricHeap:
                 self.driver.free(address)
         self._context_address = 0
 
-    # -- checks ---------------------------------------------------------------------------------------------------------
+    # checks
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,7 +1,7 @@
 """Host collectives between the PEs of one world: the protocol, and what its implementations share.
 
-Every call is collective: all PEs, same order. Each carries its kind and number, so PEs that are in different calls get an
-error naming both instead of waiting for ever, and every wait has a limit.
+Every call is collective: all PEs, same order. Each carries its kind and number, so PEs that are in different calls get
+an error naming both instead of waiting for ever, and every wait has a limit.
 """
 
 from __future__ import annotations

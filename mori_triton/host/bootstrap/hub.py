@@ -1,8 +1,8 @@
 """The server of a unique-id world: one thread, in the process that made the id, that every PE connects to.
 
-Its listening socket is open from the moment the id exists until all PEs have joined, so there is no window in which another
-program takes the port. It answers a collective call when all PEs have made it, and tells those who wait at once when a PE
-has died, left, or is too late; it alone decides, so all PEs hear the same.
+Its listening socket is open from the moment the id exists until all PEs have joined, so there is no window in which
+another program takes the port. It answers a collective call when all PEs have made it, and tells those who wait at once
+when a PE has died, left, or is too late; it alone decides, so all PEs hear the same.
 
 Frames: u64 length of what follows, u8 type, body.
 """

@@ -18,8 +18,8 @@ _LOOPBACK = (socket.AF_INET, "127.0.0.1", 0)
 def listen_address(names: tuple[str, ...] | None) -> tuple[int, str, int]:
     """(address family, address, scope id) to listen on.
 
-    `names`: interfaces in order of preference (MORI_SOCKET_IFNAME); None: the first that is up and not the loopback, else
-    the loopback. Raises `EnvError` when none of the names has an address, listing those there are.
+    `names`: interfaces in order of preference (MORI_SOCKET_IFNAME); None: the first that is up and not the loopback,
+    else the loopback. Raises `EnvError` when none of the names has an address, listing those there are.
     """
     if names is None:
         candidates = (name for _, name in socket.if_nameindex() if _flags(name) & (_IFF_UP | _IFF_LOOPBACK) == _IFF_UP)

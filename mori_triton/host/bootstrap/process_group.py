@@ -1,7 +1,7 @@
 """Bootstrap from a torch process group of any backend.
 
-The group is used once, to hand the unique id of its first rank to the others; collectives then go over TCP, where a missing or
-dead PE is noticed and named, and where they cannot mix with what the user does on the group.
+The group is used once, to hand the unique id of its first rank to the others; collectives then go over TCP, where a
+missing or dead PE is noticed and named, and where they cannot mix with what the user does on the group.
 """
 
 from __future__ import annotations
