@@ -6,6 +6,7 @@ is up. A text that cannot be read is an `EnvError` naming the variable, the text
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -35,16 +36,16 @@ def parse_size(value: str | int, name: str = "heap_size", *, error: type[Argumen
     A fraction of a byte is rounded up, as in OpenSHMEM: `3.1M` is 3250586. Raises `error` for everything else.
     """
     if isinstance(value, int) and not isinstance(value, bool):
-        num_bytes: int | Fraction = value
+        num_bytes = value
     else:
         match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
         if match is None:
             raise error(f"{name}: want {SIZE_FORMS}, got {value!r}")
         number, suffix, scientific = match.groups()
-        num_bytes = Fraction(scientific or number) * 2 ** _SHIFT[(suffix or "").lower()]
-        if num_bytes.denominator != 1 and not suffix:
+        exact = Fraction(scientific or number) * 2 ** _SHIFT[(suffix or "").lower()]
+        if exact.denominator != 1 and not suffix:
             raise error(f"{name}: want {SIZE_FORMS}, got {value!r}, which is not a whole number of bytes")
-        num_bytes = -int(-num_bytes // 1)
+        num_bytes = math.ceil(exact)
     if not 0 < num_bytes < 2**63:
         raise error(f"{name}: want {SIZE_FORMS}, got {value!r}")
     return num_bytes
@@ -174,7 +175,7 @@ def snapshot(environ: Mapping[str, str] | None = None) -> Settings:
 
 
 def cache_dir() -> Path:
-    """Where compiled objects go: `MORI_TRITON_CACHE_DIR`, else `mori_triton` in the XDG cache directory. Not created."""
+    """Where compiled objects go: `MORI_TRITON_CACHE_DIR`, else `mori_triton` in the user's cache. Not created."""
     own = get("MORI_TRITON_CACHE_DIR")
     if own is not None:
         return Path(own).expanduser()

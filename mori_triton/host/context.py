@@ -77,7 +77,8 @@ class ErrorRecord:
             sign = abi.COMPARE_SIGNS.get(self.compare, "?")
             return f"{site}{peer}: {self.where}, expected {sign} {self.expected}, saw {self.seen}"
         if self.kind == abi.ERROR_REFUSED:
-            return f"PE {self.pe}: {self.expected} bytes at {self.where}, for PE {self.peer}: no such PE, address or alignment"
+            what = f"{self.expected} bytes at {self.where}, for PE {self.peer}"
+            return f"PE {self.pe}: {what}: no such PE, or an address or alignment that cannot be"
         return f"{site}: error of unknown kind {self.kind} at {self.where}"
 
 

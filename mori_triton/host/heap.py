@@ -99,7 +99,7 @@ class SymmetricHeap:
 
     def _connect(self, mine: dict[str, Any], gpus_per_node: int | None, reach_peers: bool) -> None:
         others = [json.loads(facts) for facts in self.bootstrap.allgather(json.dumps(mine).encode(), "heap set-up")]
-        self._agree("heap size", [facts["bytes"] for facts in others])
+        self._agree("heap set-up", [{"heap size": facts["bytes"]} for facts in others])
         self._all_fine([facts["error"] for facts in others])
         self._max_alignment = min(facts["alignment"] for facts in others)
         problem = None
@@ -154,26 +154,22 @@ class SymmetricHeap:
         """Address of `num_bytes` uninitialised bytes at the same offset on every PE; 0 for 0 bytes. Collective.
 
         Raises:
-            HeapError: on every PE, when PEs differ in size, alignment, name or what they have allocated so far (each PE's
-                value is listed), or when the heap has no room. Nothing is changed.
+            HeapError: on every PE, when PEs differ in size, alignment, name or what they have allocated so far (lists
+                each PE's value), or when the heap has no room. Nothing is changed.
             ArgumentError: size negative, alignment not a power of two or above what the heap's address allows.
         """
         self._check_open()
         name = name or f"allocation {self._num_mallocs}"
-        mine = {
-            "size in bytes": num_bytes if isinstance(num_bytes, int) else repr(num_bytes),
+        call = {
+            "size": num_bytes if isinstance(num_bytes, int) else repr(num_bytes),
             "alignment": alignment if isinstance(alignment, int) else repr(alignment),
             "name": name,
-            "number of earlier mallocs": self._num_mallocs,
-            "live allocations (a PE frees in another order, or not at all)": self._live_text(),
+            "earlier mallocs": self._num_mallocs,
+            "live allocations": self._live_text(),
         }
         self._num_mallocs += 1
-        calls = [json.loads(call) for call in self.bootstrap.allgather(json.dumps(mine).encode(), "symmetric malloc")]
-        differing = {
-            field: [call[field] for call in calls] for field in mine if len({str(call[field]) for call in calls}) > 1
-        }
-        for field, values in differing.items():
-            self._agree(f"malloc: {field}", values, calls)
+        calls = [json.loads(data) for data in self.bootstrap.allgather(json.dumps(call).encode(), "symmetric malloc")]
+        self._agree("symmetric malloc", calls)
         require(isinstance(num_bytes, int) and num_bytes >= 0, "num_bytes", "a size from 0 on", num_bytes)
         fits = isinstance(alignment, int) and alignment > 0 and alignment & (alignment - 1) == 0
         require(fits, "alignment", "a power of two", alignment)
@@ -219,7 +215,7 @@ class SymmetricHeap:
         )
 
     def tensor(self, shape: tuple[int, ...] | list[int], dtype: torch.dtype, name: str = "") -> torch.Tensor:
-        """An uninitialised contiguous tensor of its own allocation, for `free_tensor`. Collective; errors as `malloc`."""
+        """An uninitialised contiguous tensor, an allocation of its own. Collective; errors as `malloc`."""
         size = math.prod(shape)
         address = self.malloc(size * dtype.itemsize, max(DEFAULT_ALIGNMENT, dtype.itemsize), name)
         tensor = self.driver.tensor(address, tuple(shape), dtype)
@@ -275,7 +271,7 @@ class SymmetricHeap:
     def peer_address(self, address: int, pe: int) -> int:
         """Where this PE sees, in the heap of `pe`, what is at `address` in its own.
 
-        0: outside the heap, or that PE is not reachable by load and store. Raises `ArgumentError` for a PE that does not exist.
+        0: outside the heap, or that PE is not reachable by load and store. `ArgumentError` if there is no such PE.
         """
         self._check_open()
         self._check_pe(pe)
@@ -337,7 +333,7 @@ class SymmetricHeap:
         return records, count
 
     def check_errors(self) -> None:
-        """Raise what kernels of this PE have recorded, `PeerTimeout` or `KernelFault`, and clear it. They must be done."""
+        """Raise `PeerTimeout` or `KernelFault` for what this PE's kernels, now done, have recorded; clears it."""
         records, count = self.take_errors()
         if count:
             raise context.error_of(records, count)
@@ -379,16 +375,17 @@ class SymmetricHeap:
         digest = zlib.crc32(repr(live).encode())
         return f"{len(live)} with {self._allocator.used_bytes} bytes (state {digest:08x})"
 
-    def _agree(self, what: str, values: list[Any], calls: list[dict[str, Any]] | None = None) -> None:
-        if len({str(value) for value in values}) > 1:
-            each = "; ".join(
-                f"PE {pe}: {self._call_text(value, calls and calls[pe])}" for pe, value in enumerate(values)
-            )
-            raise HeapError(f"the PEs differ in {what} ({each}); every PE must make the same calls in the same order")
-
     @staticmethod
-    def _call_text(value: Any, call: dict[str, Any] | None) -> str:
-        return f"{value}" if call is None else f"{value} (malloc of {call['size in bytes']} bytes, {call['name']!r})"
+    def _agree(what: str, calls: list[dict[str, Any]]) -> None:
+        """Raise `HeapError` unless all PEs gave the same facts; it lists every PE's value of the first that differs."""
+        for field in calls[0]:
+            if any(call[field] != calls[0][field] for call in calls):
+                each = "; ".join(f"PE {pe}: {call[field]}" for pe, call in enumerate(calls))
+                names = sorted({repr(call["name"]) for call in calls if "name" in call})
+                about = f" of {' or '.join(names)}" if names else ""
+                raise HeapError(
+                    f"{what}{about}: the PEs differ in {field} ({each}); all must make the same calls in the same order"
+                )
 
     @staticmethod
     def _all_fine(problems: list[str | None]) -> None:
@@ -400,8 +397,9 @@ class SymmetricHeap:
         allocator = self._allocator
         wanted = self.num_bytes + num_bytes + alignment - allocator.largest_free_bytes
         megabytes = -(-wanted // 2**20)
+        left = f"{allocator.free_bytes} bytes, largest free block {allocator.largest_free_bytes} bytes"
         return (
-            f"the symmetric heap has no room for {name!r}: requested {num_bytes} bytes (alignment {alignment}), free "
-            f"{allocator.free_bytes} bytes, largest free block {allocator.largest_free_bytes} bytes, of {self.num_bytes} in all "
-            f'on each PE. Ask for a larger one: MORI_SHMEM_HEAP_SIZE={megabytes}M or heap_size="{megabytes}M"'
+            f"the symmetric heap has no room for {name!r}: requested {num_bytes} bytes (alignment {alignment}), free {left}, "
+            f"total {self.num_bytes} bytes on each PE. Ask for a larger heap: MORI_SHMEM_HEAP_SIZE={megabytes}M or "
+            f'heap_size="{megabytes}M"'
         )

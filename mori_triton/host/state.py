@@ -1,7 +1,7 @@
 """What a PE is while shmem is initialised, and which one the calling code runs as.
 
-In a local world every PE is a thread, and each thread is bound to its own state. In a process of its own a PE has one state
-for the whole process. After `close` a state stays where it is, closed, so that late calls get an error and not a crash.
+In a local world every PE is a thread, and each thread is bound to its own state. In a process of its own a PE has one
+state for the whole process. After `close` a state stays where it is, so that late calls get an error and not a crash.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class PeState:
     def close(self, *, failed: bool = False) -> None:
         """End this PE. Idempotent.
 
-        Collective: nobody's memory is unmapped while a peer may use it. `failed`: local only, for a world that has lost a
-        PE or a process that is exiting; it waits for nobody and skips `on_close`.
+        Collective: nobody's memory is unmapped while a peer may use it. `failed`: local only, for a world that has lost
+        a PE or a process that is exiting; it waits for nobody and skips `on_close`.
         """
         if self.closed:
             return
@@ -102,7 +102,7 @@ def open_state(
 ) -> PeState:
     """Build this PE's heap and context. Collective; errors are those of `SymmetricHeap`.
 
-    `owns_bootstrap`: `close` also ends the bootstrap and the driver; a world that outlives its PEs' finalize keeps them.
+    `owns_bootstrap`: `close` also ends bootstrap and driver; a world that outlives its PEs' finalize keeps them.
     """
     heap = SymmetricHeap(
         driver,
@@ -157,7 +157,7 @@ def bound() -> PeState | None:
 
 
 def set_process_state(state: PeState) -> None:
-    """The whole process runs as this PE, in every thread that is bound to no other. It is closed at exit, at the latest."""
+    """The whole process runs as this PE, except threads bound to another. It is closed at exit, at the latest."""
     global _process
     with _process_lock:
         if _process is None:

@@ -25,8 +25,8 @@ def shmem_torch_process_group_init(group_name: Any) -> int:
     """Initialise with the PEs of a torch process group: a PE is a rank in that group. Collective over the group.
 
     `group_name`: the name it was registered under, "default" for the default group, or the group itself. Any backend.
-    Returns 0, also when shmem is up already. Raises `StateError` without torch.distributed, `PeerTimeout` naming the PEs
-    that are missing.
+    Returns 0, also when shmem is up already. Raises `StateError` without torch.distributed, `PeerTimeout` naming the
+    PEs that are missing.
     """
     if _is_up():
         return 0
@@ -128,7 +128,7 @@ def shmem_malloc_align(alignment: int, size: int) -> int:
 
 
 def shmem_ext_malloc_with_flags(size: int, flags: int) -> int:
-    """As `shmem_malloc`. `flags` ask for a memory kind, which one heap has for all (MORI_SHMEM_HEAP_TYPE): ignored, as in MORI."""
+    """As `shmem_malloc`. `flags` would pick a memory kind, which the heap has as a whole (MORI_SHMEM_HEAP_TYPE)."""
     _integer("flags", flags)
     return shmem_malloc(size)
 
@@ -153,8 +153,8 @@ def shmem_buffer_deregister(ptr: int, size: int) -> int:
 def shmem_ptr_p2p(dest_ptr: int, my_pe: int, dest_pe: int) -> int:
     """Where this PE can load and store what is at symmetric address `dest_ptr` on `dest_pe`.
 
-    0: that PE is not mapped here, or the address is outside this PE's heap. Raises `ArgumentError` for a PE that does not
-    exist, and for a `my_pe` that is not this PE.
+    0: that PE is not mapped here, or the address is outside this PE's heap. Raises `ArgumentError` for a PE that does
+    not exist, and for a `my_pe` that is not this PE.
     """
     here = state.current()
     require(my_pe == here.pe, "my_pe", f"{here.pe}, the calling PE", my_pe)
@@ -182,7 +182,7 @@ def _integer(name: str, value: Any) -> int:
 
 
 def _is_up() -> bool:
-    """Whether this PE is initialised; one that finalized inside a local world is opened again over the world's bootstrap."""
+    """Whether this PE is initialised; one that finalized in a local world is opened again, as part of it."""
     if state.find() is not None:
         return True
     old = state.bound()

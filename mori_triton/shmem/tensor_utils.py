@@ -28,7 +28,7 @@ class MoriShmemBuffer:
 
 
 def mori_shmem_create_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised symmetric tensor; free it with `mori_shmem_free_tensor`, it is not freed by itself. Collective."""
+    """An uninitialised symmetric tensor, which only `mori_shmem_free_tensor` frees. Collective."""
     return state.current().heap.tensor(tuple(shape), dtype)
 
 
@@ -49,7 +49,7 @@ def mori_shmem_free_tensor(tensor: torch.Tensor) -> None:
 def mori_shmem_create_tensor_list_intra_node(
     shape: tuple[int, ...], dtype: torch.dtype, num_ranks: int
 ) -> list[torch.Tensor]:
-    """One symmetric tensor, as each of PEs 0 to `num_ranks - 1` has it. Collective; errors as `symm_mori_shmem_tensor`."""
+    """A symmetric tensor as each of PEs 0 to `num_ranks - 1` has it. Collective; errors of `symm_mori_shmem_tensor`."""
     here = state.current()
     require(0 < num_ranks <= here.n_pes, "num_ranks", f"1 to {here.n_pes}", num_ranks)
     tensor = mori_shmem_create_tensor(shape, dtype)

@@ -184,7 +184,7 @@ class Hub:
         what = body[CALL_HEAD.size : start].decode()
         if self._broken is None and self._gone:
             each = "; ".join(f"PE {pe} {why}" for pe, why in sorted(self._gone.items()))
-            client.to_send.append(memoryview(frame(ERROR, bytes([MISSING]), f"{what}: {each}".encode())))
+            client.to_send.append(memoryview(frame(ERROR, bytes([MISSING]), each.encode())))
             return
         if self._broken is not None:
             self._answer_error(client)
@@ -225,7 +225,7 @@ class Hub:
             pe, (sequence, what, *_) = min(late_calls.items())
             missing = pe_list(set(range(self._n_pes)) - set(self._calls))
             limit = self._pes[pe].timeout_s
-            self._break(MISSING, f"{what} (number {sequence}): {missing} did not take part within {limit:g} s")
+            self._break(MISSING, f"{missing} did not take part in {what} (number {sequence}) within {limit:g} s")
 
     def _lost(self, client: _Client) -> None:
         if client.pe is None:
@@ -243,9 +243,8 @@ class Hub:
         if not self._joined:
             self._break(MISSING, f"PE {pe} {why} before all PEs had joined")
         waiting, self._calls = self._calls, {}
-        for other, (sequence, what, *_) in waiting.items():
-            text = f"{what} (number {sequence}): PE {pe} {why}"
-            self._pes[other].to_send.append(memoryview(frame(ERROR, bytes([MISSING]), text.encode())))
+        for other in waiting:
+            self._pes[other].to_send.append(memoryview(frame(ERROR, bytes([MISSING]), f"PE {pe} {why}".encode())))
 
     def _break(self, kind: int, text: str) -> None:
         if self._broken is not None:

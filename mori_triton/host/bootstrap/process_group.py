@@ -37,6 +37,7 @@ def bootstrap_of_group(group: Any, timeout_s: float, interfaces: tuple[str, ...]
 
 
 def _resolve(group: Any) -> Any:
+    """The group of that name, or the group itself."""
     import torch.distributed as dist
 
     if not isinstance(group, str):
@@ -46,7 +47,9 @@ def _resolve(group: Any) -> Any:
     try:
         from torch._C._distributed_c10d import _resolve_process_group
 
-        return _resolve_process_group(group)
+        # a plain text in every torch so far; newer ones give it a type of its own
+        resolve: Any = _resolve_process_group
+        return resolve(group)
     except (RuntimeError, ValueError, KeyError) as error:
         # "default" need not be registered; torch knows its default group under a number
         if group == "default":

@@ -1,4 +1,4 @@
-"""Bootstrap over TCP from a 128-byte unique id, without torch. The process that made the id serves the world (hub.py)."""
+"""Bootstrap over TCP from a 128-byte unique id, without torch. The process that made the id serves it (hub.py)."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ __all__ = ["CpuDriver", "Driver", "MemoryKind", "open_driver"]
 
 
 def open_driver(device: str) -> Driver:
-    """The driver of a process that is one PE: "cpu"; "auto" is the CPU as well, as long as it is the only one there is."""
+    """The driver of a process that is one PE: "cpu", and "auto" as long as that is the only one there is."""
     if device in ("auto", "cpu"):
         return CpuDriver(shared=True)
     raise StateError(f"MORI_TRITON_DEVICE={device}: there is no driver for it yet; want cpu")

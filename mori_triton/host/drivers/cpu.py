@@ -1,7 +1,7 @@
 """The CPU as a device: its memory is this process's memory, its kernels run on the emulated GPU.
 
-Memory that other processes map is an anonymous file (memfd) which they open through the owner's /proc entry. It never has a
-name, so a process that is killed at any moment leaves nothing behind, and the size of /dev/shm does not limit it.
+Memory that other processes map is an anonymous file (memfd) which they open through the owner's /proc entry. It never
+has a name, so a process that is killed at any moment leaves nothing behind, and the size of /dev/shm is no limit.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _process_identity() -> str:
 
 
 class CpuDriver:
-    """`Driver` for CPU memory. `shared`: exportable memory can be mapped by other processes, not only by threads of this one."""
+    """`Driver` for CPU memory. `shared`: other processes can import it, not only this one."""
 
     name = "cpu"
     # s_memrealtime of the emulated device
