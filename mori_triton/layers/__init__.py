@@ -11,8 +11,8 @@ Attention runs on each PE's own part of the batch, the experts run where they li
 
 from mori_triton.layers._transformers import register_experts
 from mori_triton.layers.experts import forward_idle, mori_ep_experts_forward
+from mori_triton.layers.op_pool import close_ops, shared_ops
 from mori_triton.layers.shards import ExpertShard, keep_local_experts
-from mori_triton.layers.shared_ops import close_ops, shared_ops
 from mori_triton.layers.traffic import LayerTraffic, watch_traffic
 
 __all__ = [

@@ -14,17 +14,19 @@ experts of every layer (expert-parallel MoE). Rules:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mori_triton.errors import StateError, check_tensor, require
 from mori_triton.host.state import current
-from mori_triton.layers.shards import ExpertShard, experts_modules, local_shard
-from mori_triton.layers.shared_ops import OpShape, ops_of
+from mori_triton.layers.op_pool import OpShape, ops_of
+from mori_triton.layers.shards import ExpertShard, ExpertsModule, experts_modules, local_shard
 from mori_triton.layers.traffic import report
 
 
 def mori_ep_experts_forward(
-    module: torch.nn.Module,
+    module: ExpertsModule,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
@@ -57,18 +59,15 @@ def mori_ep_experts_forward(
         op = ops_of(state).get(state, OpShape(hidden_dim, shard.num_local, k, x.dtype), num_tokens)
         received, received_weights, _, received_index, total = op.dispatch(x, weights, None, indices)
         num_received = int(total.item())
-        report(module, shard, indices, lambda: op.decode_send_flat_idx(op.get_dispatch_src_token_pos())[0])
-        partial = local_experts(
-            module,
-            shard,
-            received[:num_received],
-            received_index[:num_received],
-            # the precision in which the model multiplies: bf16 routers round their weights, which fp32 carries exactly
-            received_weights[:num_received].to(top_k_weights.dtype),
-        )
+        # the precision in which the model multiplies: bf16 routers round their weights, which fp32 carries exactly
+        scores = received_weights[:num_received].to(top_k_weights.dtype)
+        partial = op.get_registered_combine_input_buffer(x.dtype, hidden_dim)[:num_received]
+        partial.copy_(local_experts(module, shard, received[:num_received], received_index[:num_received], scores))
         combined, _ = op.combine(partial, None, indices)
         # the op reuses its buffer in the next layer
         output = combined[:num_tokens].clone().view(hidden_states.shape)
+        # last, so that a watcher that raises leaves the op between rounds
+        report(module, shard, indices, lambda: op.decode_send_flat_idx(op.get_dispatch_src_token_pos())[0])
     if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
         output = _ForwardOnly.apply(output, hidden_states, top_k_weights)
     return output
@@ -87,7 +86,7 @@ def forward_idle(model: torch.nn.Module, num_experts_per_token: int | None = Non
     modules = list(experts_modules(model))
     require(bool(modules), "model", "a model with experts modules", type(model).__name__)
     for _, module in modules:
-        k = num_experts_per_token or getattr(module.config, "num_experts_per_tok", None)
+        k: Any = num_experts_per_token or getattr(module.config, "num_experts_per_tok", None)
         require(isinstance(k, int), "num_experts_per_token", "given, as the config has no num_experts_per_tok", k)
         weights = module.down_proj
         hidden_dim = weights.shape[2 if getattr(module, "is_transposed", False) else 1]
@@ -99,13 +98,13 @@ def forward_idle(model: torch.nn.Module, num_experts_per_token: int | None = Non
 
 
 def local_experts(
-    module: torch.nn.Module,
+    module: ExpertsModule,
     shard: ExpertShard,
     rows: torch.Tensor,
     index: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """The weighted sum of this PE's experts over each row's choices, summed in fp32 and rounded once.
+    """The weighted sum of this PE's experts over each row's choices, in fp32.
 
     Args:
         rows: `[num_rows, hidden]`.
@@ -113,7 +112,7 @@ def local_experts(
         weights: `[num_rows, k]`.
 
     Returns:
-        `[num_rows, hidden]`, dtype of `rows`.
+        `[num_rows, hidden]` float32.
     """
     local = index.long() - shard.first
     row, choice = ((local >= 0) & (local < shard.num_local)).nonzero(as_tuple=True)
@@ -129,10 +128,10 @@ def local_experts(
             outputs = _one_expert(module, number, rows[row[group]]) * weights[row[group], choice[group], None]
             total.index_add_(0, row[group], outputs.float())
         start += count
-    return total.to(rows.dtype)
+    return total
 
 
-def _one_expert(module: torch.nn.Module, number: int, rows: torch.Tensor) -> torch.Tensor:
+def _one_expert(module: ExpertsModule, number: int, rows: torch.Tensor) -> torch.Tensor:
     """Expert `number` (local) of an experts module in any of transformers' weight layouts, on `[num_rows, hidden]`."""
     if getattr(module, "has_gate", True):
         hidden = module._apply_gate(_linear(module, "gate_up_proj", number, rows))
@@ -142,7 +141,7 @@ def _one_expert(module: torch.nn.Module, number: int, rows: torch.Tensor) -> tor
     return module.post_expert_norm(output) if getattr(module, "has_post_expert_norm", False) else output
 
 
-def _linear(module: torch.nn.Module, name: str, number: int, rows: torch.Tensor) -> torch.Tensor:
+def _linear(module: ExpertsModule, name: str, number: int, rows: torch.Tensor) -> torch.Tensor:
     weight = getattr(module, name)[number]
     bias = getattr(module, f"{name}_bias")[number] if getattr(module, "has_bias", False) else None
     return torch.nn.functional.linear(rows, weight.T if getattr(module, "is_transposed", False) else weight, bias)

@@ -8,11 +8,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from mori_triton.errors import ArgumentError, StateError, require
 from mori_triton.host.state import PeState, current
+
+# transformers' experts modules have attributes in common and no type
+ExpertsModule = Any
 
 # dimension 0 of each is the expert; a module has those that its architecture uses
 _EXPERT_TENSORS = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
@@ -62,7 +66,7 @@ def keep_local_experts(model: torch.nn.Module) -> int:
     return before - sum(_expert_bytes(module) for module in modules.values())
 
 
-def experts_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def experts_modules(model: torch.nn.Module) -> Iterator[tuple[str, ExpertsModule]]:
     """The experts modules of `model` with their names, in the model's order."""
     for name, module in model.named_modules():
         weights = getattr(module, "down_proj", None)
@@ -70,7 +74,7 @@ def experts_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modu
             yield name, module
 
 
-def local_shard(module: torch.nn.Module, state: PeState, name: str = "") -> ExpertShard:
+def local_shard(module: ExpertsModule, state: PeState, name: str = "") -> ExpertShard:
     """The shard of an experts module for this PE; the first call narrows the module's weights to it.
 
     Raises:
@@ -80,7 +84,7 @@ def local_shard(module: torch.nn.Module, state: PeState, name: str = "") -> Expe
     with _narrowing:
         shard = getattr(module, _SHARD, None)
         if shard is None:
-            shard = _narrow(module, ExpertShard(state.pe, state.n_pes, int(module.num_experts)), name)
+            shard = narrow(module, ExpertShard(state.pe, state.n_pes, int(module.num_experts)), name)
             setattr(module, _SHARD, shard)
     if (shard.pe, shard.n_pes) != (state.pe, state.n_pes):
         raise StateError(
@@ -90,7 +94,8 @@ def local_shard(module: torch.nn.Module, state: PeState, name: str = "") -> Expe
     return shard
 
 
-def _narrow(module: torch.nn.Module, shard: ExpertShard, name: str) -> ExpertShard:
+def narrow(module: ExpertsModule, shard: ExpertShard, name: str = "") -> ExpertShard:
+    """Keep `shard` of an experts module that has the weights of all experts; returns `shard`."""
     label = f"{name or type(module).__name__}.num_experts"
     require(shard.num_experts % shard.n_pes == 0, label, f"a multiple of the {shard.n_pes} PEs", shard.num_experts)
     tensors = _expert_tensors(module)
@@ -107,10 +112,10 @@ def _narrow(module: torch.nn.Module, shard: ExpertShard, name: str) -> ExpertSha
     return shard
 
 
-def _expert_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _expert_tensors(module: ExpertsModule) -> dict[str, torch.Tensor]:
     found = {key: getattr(module, key, None) for key in _EXPERT_TENSORS}
     return {key: tensor for key, tensor in found.items() if isinstance(tensor, torch.Tensor)}
 
 
-def _expert_bytes(module: torch.nn.Module) -> int:
+def _expert_bytes(module: ExpertsModule) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in _expert_tensors(module).values())

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from mori_triton.errors import require
-from mori_triton.layers.shards import ExpertShard, experts_modules
+from mori_triton.layers.shards import ExpertShard, ExpertsModule, experts_modules
 
 _WATCHERS = "_mori_ep_watchers"
 
@@ -36,7 +36,10 @@ def watch_traffic(model: torch.nn.Module, callback: Callable[[LayerTraffic], Non
     """
     watched = list(experts_modules(model))
     require(bool(watched), "model", "a model with experts modules", type(model).__name__)
-    entries = [(vars(module).setdefault(_WATCHERS, []), (name, callback)) for name, module in watched]
+    entries = []
+    for name, module in watched:
+        module.__dict__.setdefault(_WATCHERS, [])
+        entries.append((getattr(module, _WATCHERS), (name, callback)))
     for watchers, entry in entries:
         watchers.append(entry)
     try:
@@ -47,7 +50,7 @@ def watch_traffic(model: torch.nn.Module, callback: Callable[[LayerTraffic], Non
 
 
 def report(
-    module: torch.nn.Module, shard: ExpertShard, top_k_index: torch.Tensor, source_pes: Callable[[], torch.Tensor]
+    module: ExpertsModule, shard: ExpertShard, top_k_index: torch.Tensor, source_pes: Callable[[], torch.Tensor]
 ) -> None:
     """Tell `module`'s watchers about a dispatch.
 

@@ -72,9 +72,10 @@ class SharedOps:
 
 
 def ops_of(state: PeState) -> SharedOps:
-    """The ops of this PE. They live in its state, and end with it."""
+    """The ops of this PE. They live in its state, and shmem's finalize closes them at the latest."""
     if _EXTENSION not in state.extensions:
         state.extensions[_EXTENSION] = SharedOps()
+        state.on_close.append(state.extensions[_EXTENSION].close)
     return state.extensions[_EXTENSION]
 
 
@@ -112,7 +113,10 @@ def shared_ops(max_tokens: int | None = None) -> Iterator[None]:
 def _agree(state: PeState, shape: OpShape, num_tokens: int) -> int:
     """The largest `num_tokens` of all PEs; also finds PEs whose models differ before they hang on each other."""
     mine = f"{num_tokens} {shape}"
-    answers = [answer.decode().split(" ", 1) for answer in state.bootstrap.allgather(mine.encode())]
+    answers = [
+        answer.decode().split(" ", 1)
+        for answer in state.bootstrap.allgather(mine.encode(), "mori_ep: tokens of a layer")
+    ]
     for pe, (_, theirs) in enumerate(answers):
         if theirs != str(shape):
             raise ArgumentError(f"PEs run different layers: PE {state.pe} calls {shape}, PE {pe} calls {theirs}")

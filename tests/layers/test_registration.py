@@ -1,0 +1,46 @@
+"""Importing `mori_triton.layers` is what registers `mori_ep`, and needs transformers 5."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from mori_triton import layers
+
+pytestmark = pytest.mark.cpu
+
+
+def run(code: str) -> str:
+    """What a fresh interpreter prints."""
+    process = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    return process.stdout.strip()
+
+
+def test_registered_on_import_and_not_before():
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    assert ALL_EXPERTS_FUNCTIONS["mori_ep"] is layers.mori_ep_experts_forward
+    assert run("import mori_triton, sys; print('transformers' in sys.modules)") == "False"
+
+
+@pytest.mark.parametrize(
+    ("fake", "found"),
+    [("None", "is not installed"), ("types.SimpleNamespace(__version__='4.57.1')", "found 4.57.1")],
+    ids=["missing", "too old"],
+)
+def test_transformers_missing_or_too_old(fake, found):
+    message = run(
+        f"""
+        import sys, types
+        sys.modules["transformers"] = {fake}
+        try:
+            import mori_triton.layers
+        except ImportError as error:
+            print(error)
+        """
+    )
+    assert "transformers >= 5.0" in message
+    assert found in message
+    assert "mori_triton[demo]" in message
