@@ -229,7 +229,7 @@ class Lifter(Vector, Scalar, Memory):
             if _BRANCH.match(base):
                 self.branch(ins, base[2:], self.pos + 1)
                 return True
-            if isa.NOP.match(base):
+            if self.fence(ins, base) or isa.NOP.match(base):
                 return False
             for half in (ins, ins.dual):
                 for m in half.mods if half else ():
@@ -253,6 +253,7 @@ class Lifter(Vector, Scalar, Memory):
         """Branches, calls and everything else that ends a block; nxt: the instruction that follows."""
         f = self.f
         if k.startswith("endpgm"):
+            self.wave_end()
             f.emit("br label %finished")
         elif k in ("barrier", "barrier_wait", "sleep"):
             f.store(f.gep("%w", PC), f.int(nxt))

@@ -78,16 +78,7 @@ class Scalar:
         dst, off = self.op(ins.ops[0]), self.op(ins.ops[2])
         a = self.sread(self.op(ins.ops[1]), 64) + (self.sread(off).zext(64) if off.kind == "s" else off.value)
         a = (a + int(ins.mods.get("offset", "0"), 0)) & ~3
-
-        def build(f: Fn, p: list) -> None:
-            w, a, d, pc = p
-            self.check(f, w, a, n, pc)
-            for i in range(0, n, 4):
-                f.store(f.gep(d, i), f.load(f.addr(a + i), 32, order="monotonic"))
-            f.emit("ret i1 true")
-
-        args = [("ptr", "%w"), ("i64", a.name), ("ptr", self.sptr(dst.idx)), ("i32", str(self.pos))]
-        self.guarded(self.call(f"s_load_{n}", "i1", args, build))
+        self.scalar_load(dst.idx, a, n)
 
     def clock(self) -> Val:
         """100 MHz counter: the machine's virtual clock, or the host's monotonic clock when none is set."""

@@ -1,0 +1,420 @@
+// Memory instructions of the emulated device: one function per data type, called by the lifted kernels.
+//
+// Each returns 1, or 0 after it has noted a fault in the wave. Consecutive lanes and lanes that share one address are checked
+// once and copied as vectors; anything else goes lane by lane, lowest lane first.
+#include "memory.h"
+#include "weak.h"
+
+namespace {
+
+// data types: BYTES of a lane in memory, registers it takes
+template <int N> struct Whole {
+  static constexpr int BYTES = N, POSITION = -1;
+};
+using B32 = Whole<4>;
+using B64 = Whole<8>;
+using B96 = Whole<12>;
+using B128 = Whole<16>;
+template <class T, int SHIFT = -1> struct Small {  // SHIFT: position in a register whose other half stays, -1: whole register
+  static constexpr int BYTES = sizeof(T);
+  using Type = T;
+  static constexpr int POSITION = SHIFT;
+};
+template <class T> constexpr bool is_small = T::BYTES < 4;
+
+template <class T> INLINE u32 extend(T x) { return static_cast<u32>(static_cast<i32>(x)); }
+
+template <class S> INLINE void put_small(u32& reg, typename S::Type x) {
+  if constexpr (S::POSITION < 0) {
+    reg = extend(x);
+  } else {
+    reg = (reg & ~(0xFFFFu << S::POSITION)) | (extend(x) & 0xFFFF) << S::POSITION;
+  }
+}
+
+// one lane: memory at a -> lane l of the registers
+template <int W, class T> INLINE void load_lane(u32* reg, int l, u64 a) {
+  if constexpr (is_small<T>) {
+    put_small<T>(reg[l], get<typename T::Type>(a));
+  } else if constexpr (T::BYTES == 4) {
+    reg[l] = get<u32>(a);
+  } else if constexpr (T::BYTES == 8) {
+    u64 x = get<u64>(a);
+    reg[l] = static_cast<u32>(x);
+    reg[W + l] = static_cast<u32>(x >> 32);
+  } else {
+    u32 x[T::BYTES / 4];
+    for (int i = 0; i < T::BYTES / 4; i++) x[i] = get<u32>(a + 4 * i);
+    for (int i = 0; i < T::BYTES / 4; i++) reg[W * i + l] = x[i];
+  }
+}
+
+template <int W, class T> INLINE void store_lane(const u32* reg, int l, u64 a) {
+  if constexpr (is_small<T>) {
+    set<typename T::Type>(a, static_cast<typename T::Type>(reg[l] >> (T::POSITION < 0 ? 0 : T::POSITION)));
+  } else if constexpr (T::BYTES == 8) {
+    set<u64>(a, reg[l] | static_cast<u64>(reg[W + l]) << 32);
+  } else {
+    for (int i = 0; i < T::BYTES / 4; i++) set<u32>(a + 4 * i, reg[W * i + l]);
+  }
+}
+
+// memory holds lane after lane, registers hold word after word
+template <int W, int N> INLINE void lanes_to_registers(u32* reg, const u32* packed) {
+  if constexpr (N == 2) {
+    for (int l = 0; l < W; l += 8) {
+      Words<16> x = words_at<16>(packed + 2 * l);
+      put_words<8>(reg + l, __builtin_shufflevector(x, x, 0, 2, 4, 6, 8, 10, 12, 14));
+      put_words<8>(reg + W + l, __builtin_shufflevector(x, x, 1, 3, 5, 7, 9, 11, 13, 15));
+    }
+  } else if constexpr (N == 4) {
+    for (int l = 0; l < W; l += 4) {
+      Words<16> x = words_at<16>(packed + 4 * l);
+      put_words<4>(reg + l, __builtin_shufflevector(x, x, 0, 4, 8, 12));
+      put_words<4>(reg + W + l, __builtin_shufflevector(x, x, 1, 5, 9, 13));
+      put_words<4>(reg + 2 * W + l, __builtin_shufflevector(x, x, 2, 6, 10, 14));
+      put_words<4>(reg + 3 * W + l, __builtin_shufflevector(x, x, 3, 7, 11, 15));
+    }
+  } else {
+    for (int l = 0; l < W; l++)
+      for (int i = 0; i < N; i++) reg[W * i + l] = packed[N * l + i];
+  }
+}
+
+template <int W, int N> INLINE void registers_to_lanes(u32* packed, const u32* reg) {
+  if constexpr (N == 2) {
+    for (int l = 0; l < W; l += 8) {
+      Words<8> a = words_at<8>(reg + l), b = words_at<8>(reg + W + l);
+      put_words<16>(packed + 2 * l, __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15));
+    }
+  } else if constexpr (N == 4) {
+    for (int l = 0; l < W; l += 4) {
+      Words<4> a = words_at<4>(reg + l), b = words_at<4>(reg + W + l), c = words_at<4>(reg + 2 * W + l), d = words_at<4>(reg + 3 * W + l);
+      Words<8> ab = __builtin_shufflevector(a, b, 0, 4, 1, 5, 2, 6, 3, 7), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5, 2, 6, 3, 7);
+      put_words<16>(packed + 4 * l, __builtin_shufflevector(ab, cd, 0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
+    }
+  } else {
+    for (int l = 0; l < W; l++)
+      for (int i = 0; i < N; i++) packed[N * l + i] = reg[W * i + l];
+  }
+}
+
+// consecutive lanes first .. last, no gap
+template <int W, class T> INLINE void load_run(u32* reg, const Access<W>& a) {
+  const int count = a.last - a.first + 1;
+  if constexpr (is_small<T>) {
+    using Type = typename T::Type;
+    if (count == W) {
+      Type packed[W];
+      if (a.base % 4 == 0) {
+        pull(reinterpret_cast<u32*>(packed), a.base, W * T::BYTES / 4);
+      } else {
+        __builtin_memcpy(packed, reinterpret_cast<const void*>(a.base), sizeof packed);
+      }
+      for (int l = 0; l < W; l++) put_small<T>(reg[l], packed[l]);
+    } else {
+      for (int i = 0; i < count; i++) put_small<T>(reg[a.first + i], get<Type>(a.base + i * T::BYTES));
+    }
+  } else {
+    constexpr int N = T::BYTES / 4;
+    if (a.base % 4) {
+      for (int i = 0; i < count; i++) load_lane<W, T>(reg, a.first + i, a.base + i * T::BYTES);
+    } else if (N == 1) {
+      if (count == W) {
+        pull(reg, a.base, W);
+      } else {
+        pull(reg + a.first, a.base, count);
+      }
+    } else if (count == W) {
+      u32 packed[W * N];
+      pull(packed, a.base, W * N);
+      lanes_to_registers<W, N>(reg, packed);
+    } else {
+      u32 packed[W * N];
+      pull(packed, a.base, count * N);
+      for (int l = 0; l < count; l++)
+        for (int i = 0; i < N; i++) reg[W * i + a.first + l] = packed[N * l + i];
+    }
+  }
+}
+
+template <int W, class T> INLINE void store_run(const u32* reg, const Access<W>& a) {
+  const int count = a.last - a.first + 1;
+  if constexpr (is_small<T>) {
+    using Type = typename T::Type;
+    constexpr int SHIFT = T::POSITION < 0 ? 0 : T::POSITION;
+    if (count == W && a.base % 4 == 0) {
+      Type packed[W];
+      for (int l = 0; l < W; l++) packed[l] = static_cast<Type>(reg[l] >> SHIFT);
+      push(a.base, reinterpret_cast<const u32*>(packed), W * T::BYTES / 4);
+    } else {
+      for (int i = 0; i < count; i++) set<Type>(a.base + i * T::BYTES, static_cast<Type>(reg[a.first + i] >> SHIFT));
+    }
+  } else {
+    constexpr int N = T::BYTES / 4;
+    if (a.base % 4) {
+      for (int i = 0; i < count; i++) store_lane<W, T>(reg, a.first + i, a.base + i * T::BYTES);
+    } else if (N == 1) {
+      if (count == W) {
+        push(a.base, reg, W);
+      } else {
+        push(a.base, reg + a.first, count);
+      }
+    } else {
+      u32 packed[W * N];
+      registers_to_lanes<W, N>(packed, reg);
+      if (count == W) {
+        push(a.base, packed, W * N);
+      } else {
+        push(a.base, packed + N * a.first, count * N);
+      }
+    }
+  }
+}
+
+template <int W, class T>
+INLINE u32 load(Wave* w, const u32* v, u32* reg, u64 base, u64 how, i32 offset, u32 limit, Mask<W> exec) {
+  Access<W> a;
+  if (!resolve<W, T::BYTES>(a, w, v, base, how, offset, limit, exec)) return 0;
+  const Mode mode = mode_of(how);
+  if (scope_of(how) != WORKGROUP && a.lanes) w->polls++;
+  if (__builtin_expect(a.outside != 0, 0))
+    for_lanes(a.outside, [&](int l) {
+      for (int i = 0; i < (T::BYTES + 3) / 4; i++) reg[W * i + l] = 0;
+    });
+  if (__builtin_expect(memory_of(w)->weak != 0, 0) && mode < SCRATCH) {
+    u8 bytes[16];
+    for_lanes(a.lanes, [&](int l) {
+      weak_load(w, a.address(l), T::BYTES, how, bytes);
+      load_lane<W, T>(reg, l, reinterpret_cast<u64>(bytes));
+    });
+    return 1;
+  }
+  switch (a.kind) {
+    case Access<W>::RUN:
+      if (a.dense()) {
+        load_run<W, T>(reg, a);
+      } else {
+        for_lanes(a.lanes, [&](int l) { load_lane<W, T>(reg, l, a.base + (l - a.first) * T::BYTES); });
+      }
+      break;
+    case Access<W>::UNIFORM: {
+      // the first lane's value to all
+      load_lane<W, T>(reg, a.first, a.base);
+      if constexpr (T::POSITION < 0) {
+        if (a.lanes == static_cast<Mask<W>>(~Mask<W>{0})) {
+          for (int i = 0; i < (T::BYTES + 3) / 4; i++) put_words<W>(reg + W * i, Words<W>(reg[W * i]));
+          break;
+        }
+      }
+      for_lanes(a.lanes & (a.lanes - 1), [&](int l) {
+        if constexpr (is_small<T>) {
+          if constexpr (T::POSITION < 0) {
+            reg[l] = reg[a.first];
+          } else {
+            constexpr u32 half = 0xFFFFu << T::POSITION;
+            reg[l] = (reg[l] & ~half) | (reg[a.first] & half);
+          }
+        } else {
+          for (int i = 0; i < T::BYTES / 4; i++) reg[W * i + l] = reg[W * i + a.first];
+        }
+      });
+      break;
+    }
+    case Access<W>::GENERAL:
+      for_lanes(a.lanes, [&](int l) { load_lane<W, T>(reg, l, a.addresses[l]); });
+      break;
+    case Access<W>::NONE: break;
+  }
+  return 1;
+}
+
+template <int W, class T>
+INLINE u32 store(Wave* w, const u32* v, const u32* reg, u64 base, u64 how, i32 offset, u32 limit, Mask<W> exec) {
+  Access<W> a;
+  if (!resolve<W, T::BYTES>(a, w, v, base, how, offset, limit, exec)) return 0;
+  const Mode mode = mode_of(how);
+  if (mode < SCRATCH) {
+    if (a.lanes) w->changes++;
+    if (__builtin_expect(memory_of(w)->weak != 0, 0)) {
+      u8 bytes[16];
+      bool good = true;
+      for_lanes(a.lanes, [&](int l) {
+        store_lane<W, T>(reg, l, reinterpret_cast<u64>(bytes));
+        if (good && !weak_store(w, a.address(l), T::BYTES, how, bytes)) good = fault(w, ARENA_FULL, how, a.address(l), T::BYTES);
+      });
+      return good;
+    }
+  }
+  switch (a.kind) {
+    case Access<W>::RUN:
+      if (a.dense()) {
+        store_run<W, T>(reg, a);
+      } else {
+        for_lanes(a.lanes, [&](int l) { store_lane<W, T>(reg, l, a.base + (l - a.first) * T::BYTES); });
+      }
+      break;
+    case Access<W>::UNIFORM: store_lane<W, T>(reg, a.last, a.base); break;
+    case Access<W>::GENERAL:
+      for_lanes(a.lanes, [&](int l) { store_lane<W, T>(reg, l, a.addresses[l]); });
+      break;
+    case Access<W>::NONE: break;
+  }
+  return 1;
+}
+
+// operation numbers are those of memory.py
+enum Operation : u32 { ADD, SUB, AND, OR, XOR, SWAP, CMPSWAP, MAX, MIN, INC, DEC, FADD, FMAX, FMIN, RSUB, CLAMP_SUB };
+
+template <class U> struct Number;
+template <> struct Number<u32> { using Signed = i32; using Float = float; };
+template <> struct Number<u64> { using Signed = i64; using Float = double; };
+
+template <class U> INLINE U larger(U a, U b, bool is_signed) {
+  using S = typename Number<U>::Signed;
+  return (is_signed ? static_cast<S>(a) > static_cast<S>(b) : a > b) ? a : b;
+}
+
+// new value of a word that holds `old`, for the operations that have no host instruction or act on private memory
+template <class U> INLINE U apply(u32 operation, bool is_signed, U old, U x, U compare) {
+  using F = typename Number<U>::Float;
+  F a = __builtin_bit_cast(F, old), b = __builtin_bit_cast(F, x);
+  switch (operation) {
+    case ADD: return old + x;
+    case SUB: return old - x;
+    case AND: return old & x;
+    case OR: return old | x;
+    case XOR: return old ^ x;
+    case SWAP: return x;
+    case CMPSWAP: return old == compare ? x : old;
+    case MAX: return larger(old, x, is_signed);
+    case MIN: return larger(old, x, is_signed) == old ? x : old;
+    case INC: return old >= x ? 0 : old + 1;
+    case DEC: return old == 0 || old > x ? x : old - 1;
+    case FADD: return __builtin_bit_cast(U, a + b);
+    case FMAX: return a > b || b != b ? old : x;  // a number wins over a NaN
+    case FMIN: return a < b || b != b ? old : x;
+    case RSUB: return x - old;
+    default: return old < x ? 0 : old - x;
+  }
+}
+
+template <class U> INLINE U host_atomic(u64 a, u32 operation, bool is_signed, U x, U compare) {
+  U* p = reinterpret_cast<U*>(a);
+  switch (operation) {
+    case ADD: return __atomic_fetch_add(p, x, __ATOMIC_SEQ_CST);
+    case SUB: return __atomic_fetch_sub(p, x, __ATOMIC_SEQ_CST);
+    case AND: return __atomic_fetch_and(p, x, __ATOMIC_SEQ_CST);
+    case OR: return __atomic_fetch_or(p, x, __ATOMIC_SEQ_CST);
+    case XOR: return __atomic_fetch_xor(p, x, __ATOMIC_SEQ_CST);
+    case SWAP: return __atomic_exchange_n(p, x, __ATOMIC_SEQ_CST);
+    case CMPSWAP: {
+      U old = compare;
+      __atomic_compare_exchange_n(p, &old, x, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+      return old;
+    }
+    default: {
+      U old = __atomic_load_n(p, __ATOMIC_SEQ_CST);
+      while (!__atomic_compare_exchange_n(p, &old, apply(operation, is_signed, old, x, compare), false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+      }
+      return old;
+    }
+  }
+}
+
+// data: one register pair per word of the type; compare-and-swap takes the new value, then the one to compare with.
+// The operation's top bit (128): a signed comparison.
+template <int W, class U>
+INLINE u32 atomic(Wave* w, const u32* v, const u32* data, u64 base, u64 how, i32 offset, u32 limit, Mask<W> exec, u32* out) {
+  Access<W> a;
+  constexpr int BYTES = sizeof(U), WORDS = BYTES / 4;
+  if (!resolve<W, BYTES>(a, w, v, base, how, offset, limit, exec)) return 0;
+  const bool local = mode_of(how) == LOCAL, weak = memory_of(w)->weak != 0 && !local;
+  const u32 operation = operation_of(how) & 127;
+  const bool is_signed = operation_of(how) & 128;
+  u32 good = 1, changed = 0;
+  for_lanes(a.lanes, [&](int l) {
+    const u64 at = a.address(l);
+    if (at % BYTES) {
+      if (good) good = fault(w, local ? LDS_MISALIGNED : MISALIGNED, how, local ? at - w->lds : at, BYTES);
+      return;
+    }
+    if (!good) return;
+    auto operand = [&](int i) -> U {
+      U x = data[W * i * WORDS + l];
+      if constexpr (WORDS == 2) x |= static_cast<U>(data[W * (2 * i + 1) + l]) << 32;
+      return x;
+    };
+    U x = operand(0), compare = operation == CMPSWAP ? operand(1) : 0, old;
+    if (local) {
+      old = *reinterpret_cast<U*>(at);
+      *reinterpret_cast<U*>(at) = apply(operation, is_signed, old, x, compare);
+    } else if (__builtin_expect(weak, 0)) {
+      U fresh;
+      u64 before;
+      if (!weak_atomic(w, at, BYTES, how, &before, [&](u64 seen) -> u64 { return fresh = apply<U>(operation, is_signed, static_cast<U>(seen), x, compare); })) {
+        good = fault(w, ARENA_FULL, how, at, BYTES);
+        return;
+      }
+      old = static_cast<U>(before);
+      changed |= fresh != old;
+    } else {
+      old = host_atomic<U>(at, operation, is_signed, x, compare);
+      changed |= apply<U>(operation, is_signed, old, x, compare) != old;
+    }
+    if (returns(how)) {
+      out[l] = static_cast<u32>(old);
+      if constexpr (WORDS == 2) out[W + l] = static_cast<u32>(old >> 32);
+    }
+  });
+  w->changes += changed;
+  if (!local && a.lanes) w->polls++;
+  if (returns(how))
+    for_lanes(a.outside, [&](int l) {
+      for (int i = 0; i < WORDS; i++) out[W * i + l] = 0;
+    });
+  return good;
+}
+
+}  // namespace
+
+#define ARGUMENTS(W) Wave *w, const u32 *v, u32 *reg, u64 base, u64 how, i32 offset, u32 limit, Mask<W> exec
+#define LOAD(NAME, W, ...) \
+  u32 mori_emu_load_##NAME##_w##W(ARGUMENTS(W)) { return load<W, __VA_ARGS__>(w, v, reg, base, how, offset, limit, exec); }
+#define STORE(NAME, W, ...) \
+  u32 mori_emu_store_##NAME##_w##W(ARGUMENTS(W)) { return store<W, __VA_ARGS__>(w, v, reg, base, how, offset, limit, exec); }
+#define ATOMIC(NAME, W, U) \
+  u32 mori_emu_atomic_##NAME##_w##W(ARGUMENTS(W), u32* out) { return atomic<W, U>(w, v, reg, base, how, offset, limit, exec, out); }
+#define ALL(W) \
+  LOAD(u8, W, Small<u8>) LOAD(i8, W, Small<signed char>) LOAD(u16, W, Small<u16>) LOAD(i16, W, Small<short>) \
+  LOAD(b32, W, B32) LOAD(b64, W, B64) LOAD(b96, W, B96) LOAD(b128, W, B128) \
+  LOAD(d16_b16, W, Small<u16, 0>) LOAD(d16_hi_b16, W, Small<u16, 16>) LOAD(d16_u8, W, Small<u8, 0>) \
+  LOAD(d16_hi_u8, W, Small<u8, 16>) LOAD(d16_i8, W, Small<signed char, 0>) LOAD(d16_hi_i8, W, Small<signed char, 16>) \
+  STORE(b8, W, Small<u8>) STORE(b16, W, Small<u16>) STORE(d16_hi_b8, W, Small<u8, 16>) STORE(d16_hi_b16, W, Small<u16, 16>) \
+  STORE(b32, W, B32) STORE(b64, W, B64) STORE(b96, W, B96) STORE(b128, W, B128) \
+  ATOMIC(32, W, u32) ATOMIC(64, W, u64)
+
+extern "C" {
+ALL(32)
+ALL(64)
+
+// scalar load of `words` words at a 4-byte aligned address
+u32 mori_emu_scalar_load(Wave* w, u64 a, u32* to, u32 words, u64 how) {
+  if (!in_range(w, a, 4 * words)) return fault(w, OUTSIDE, how, a, 4 * words);
+  if (__builtin_expect(memory_of(w)->weak != 0, 0)) {
+    for (u32 i = 0; i < words; i++) weak_load(w, a + 4 * i, 4, how, reinterpret_cast<u8*>(to + i));
+  } else {
+    for (u32 i = 0; i < words; i++) to[i] = *reinterpret_cast<const volatile u32*>(a + 4 * i);
+  }
+  return 1;
+}
+
+// cache maintenance and waits: kind as packed by memory.py
+void mori_emu_fence(Wave* w, u32 kind) {
+  if (__builtin_expect(memory_of(w)->weak != 0, 0)) weak_fence(w, kind);
+}
+
+void mori_emu_wave_end(Wave* w) {
+  if (__builtin_expect(memory_of(w)->weak != 0, 0)) weak_wave_end(w);
+}
+}
