@@ -13,6 +13,8 @@ from mori_triton import abi
 from mori_triton.errors import KernelFault, MoriError, PeerTimeout
 from mori_triton.wait_sites import wait_site_name
 
+# `expected` of a refused atomic or signal whose operation code does not exist
+_UNKNOWN_OPERATION = 2**64 - 1
 _FORMATS = {"u32": "I", "i32": "i", "u64": "Q"}
 
 
@@ -77,8 +79,13 @@ class ErrorRecord:
             sign = abi.COMPARE_SIGNS.get(self.compare, "?")
             return f"{site}{peer}: {self.where}, expected {sign} {self.expected}, saw {self.seen}"
         if self.kind == abi.ERROR_REFUSED:
-            what = f"{self.expected} bytes at {self.where}, for PE {self.peer}"
-            return f"PE {self.pe}: {what}: no such PE, or an address or alignment that cannot be"
+            what = "an unknown operation" if self.expected == _UNKNOWN_OPERATION else f"{self.expected} bytes"
+            why = (
+                ""
+                if self.expected == _UNKNOWN_OPERATION
+                else " (no such PE, not mapped, outside the heap, or misaligned)"
+            )
+            return f"PE {self.pe}, to PE {self.peer}: {self.where}: {what} refused{why}"
         return f"{site}: error of unknown kind {self.kind} at {self.where}"
 
 

@@ -25,6 +25,11 @@ DEFAULT_ALIGNMENT = 256
 SYNC_NAME = "barrier_all sync words"
 
 
+def _largest_power(num_bytes: int) -> int:
+    """The largest power of two not above `num_bytes`: the widest alignment inside a heap of that size."""
+    return 1 << (num_bytes.bit_length() - 1)
+
+
 class Region(NamedTuple):
     """Memory that kernels of a PE may touch: `pe` is the PE whose memory it is."""
 
@@ -87,8 +92,8 @@ class SymmetricHeap:
             if not isinstance(self.num_bytes, int) or self.num_bytes < least:
                 raise HeapError(f"a heap of {self.num_bytes} bytes is too small: {SYNC_NAME} alone need {least}")
             self._allocator = Allocator(self.num_bytes)
-            alignment = 1 << (self.num_bytes.bit_length() - 1)
-            self._base = self.driver.alloc(self.num_bytes, kind=kind, alignment=max(alignment, 4096), exportable=True)
+            alignment = max(4096, _largest_power(self.num_bytes))
+            self._base = self.driver.alloc(self.num_bytes, kind=kind, alignment=alignment, exportable=True)
             self._context_address = self.driver.alloc(self._context_bytes(), kind=MemoryKind.FINE_GRAINED)
             facts["handle"] = self.driver.export_handle(self._base).hex()
             # what every heap can promise: the largest power of two that divides its address
@@ -101,7 +106,7 @@ class SymmetricHeap:
         others = [json.loads(facts) for facts in self.bootstrap.allgather(json.dumps(mine).encode(), "heap set-up")]
         self._agree("heap set-up", [{"heap size": facts["bytes"]} for facts in others])
         self._all_fine([facts["error"] for facts in others])
-        self._max_alignment = min(facts["alignment"] for facts in others)
+        self._max_alignment = min(_largest_power(self.num_bytes), *(facts["alignment"] for facts in others))
         problem = None
         try:
             for peer, facts in enumerate(others):
@@ -395,11 +400,10 @@ class SymmetricHeap:
 
     def _exhausted(self, num_bytes: int, alignment: int, name: str) -> str:
         allocator = self._allocator
-        wanted = self.num_bytes + num_bytes + alignment - allocator.largest_free_bytes
-        megabytes = -(-wanted // 2**20)
-        left = f"{allocator.free_bytes} bytes, largest free block {allocator.largest_free_bytes} bytes"
+        megabytes = -(-(self.num_bytes + num_bytes + alignment - allocator.largest_free_bytes) // 2**20)
+        advice = f'Ask for a larger heap: MORI_SHMEM_HEAP_SIZE={megabytes}M or heap_size="{megabytes}M"'
         return (
-            f"the symmetric heap has no room for {name!r}: requested {num_bytes} bytes (alignment {alignment}), free {left}, "
-            f"total {self.num_bytes} bytes on each PE. Ask for a larger heap: MORI_SHMEM_HEAP_SIZE={megabytes}M or "
-            f'heap_size="{megabytes}M"'
+            f"the symmetric heap has no room for {name!r}: requested {num_bytes} bytes (alignment {alignment}), "
+            f"free {allocator.free_bytes} bytes, largest free block {allocator.largest_free_bytes} bytes, "
+            f"total {self.num_bytes} bytes on each PE. {advice if megabytes < 2**43 else 'No heap can be that large'}"
         )

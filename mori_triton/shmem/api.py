@@ -207,15 +207,10 @@ def _open(bootstrap: Any, settings: env.Settings) -> None:
 
 def _attach_emulator(here: state.PeState) -> Callable[[], None]:
     """Make this process's kernels run on the emulated device and let them touch the heaps."""
-    if env.triton_interpret():
-        raise StateError(
-            "TRITON_INTERPRET=1: Triton's interpreter cannot call communication functions and a wait in it never ends; "
-            'unset it, kernels run on the CPU as they are, here and in local_world(device="cpu")'
-        )
     from mori_triton import emulator
 
     driver = emulator.activate(here.settings.arch)
-    device = driver.get_current_device()
+    device = emulator.current_device()
     regions = here.heap.regions()
     for region in regions:
         emulator.allow(device, region.address, region.num_bytes, region.name)
@@ -223,5 +218,6 @@ def _attach_emulator(here: state.PeState) -> Callable[[], None]:
     def detach() -> None:
         for region in regions:
             emulator.disallow(device, region.address)
+        driver.deactivate()
 
     return detach
