@@ -1,80 +1,308 @@
-"""A Triton driver without a GPU: `kernel[grid](cpu_tensors...)` compiles for an AMD target and runs in machine.Machine.
+"""A Triton driver without a GPU: `kernel[grid](cpu_tensors)` compiles for an AMD target and runs on an emulated device.
 
-Triton hands load_binary() only the linked binary; the assembly text is a file of the same compilation's metadata group, which
-Triton passes to `knobs.runtime.kernel_load_start_hook` right before.  (A launcher could also find it: get_cache_manager(metadata.hash).)"""
+Triton hands `load_binary` only the linked binary. The assembly text is a file of the same compilation's metadata group,
+which Triton passes to `knobs.runtime.kernel_load_start_hook` right before, on the same thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
-from mori_triton.emulator.machine import Kernel, Machine
+from mori_triton import env
+from mori_triton.emulator import device as devices
+from mori_triton.emulator import scheduler
+from mori_triton.emulator.device import Device
+from mori_triton.emulator.launch import Launch
+from mori_triton.emulator.module import Module, load_code
+from mori_triton.errors import ArgumentError, StateError
+
+_thread = threading.local()
 
 
-class Utils:
-    def __init__(self, driver):
-        self.driver, self.pending = driver, None
-
-    def get_device_properties(self, device):
-        return {"max_shared_mem": 163840 if self.driver.arch == "gfx950" else 65536, "multiprocessor_count": 4, "warpSize": self.driver.warp, "arch": self.driver.arch}
-
-    def on_load(self, module, function, name, metadata_group, hash):
-        path = next((p for n, p in metadata_group.items() if n.endswith(".amdgcn")), None)
-        if path is None:
-            raise RuntimeError("no assembly text was stored: unset TRITON_STORE_BINARY_ONLY")
-        self.pending = name, Path(path).read_text()
-
-    def load_binary(self, name, binary, shared, device):
-        expected, text = self.pending
-        assert name == expected
-        k = Kernel(text, self.driver.cache)
-        self.driver.loaded.append(k)
-        return k, k, k.lifter.num_vregs, 0, 1024
-
-    def unload_module(self, module):
-        pass
+def set_device(number: int | None) -> None:
+    """Make a device the calling thread's current one; None: back to the process' default. Raises `ArgumentError`."""
+    _thread.device = None if number is None else devices.device(number)
 
 
-class Launcher:
-    def __init__(self, src, metadata):
-        self.constexpr, self.metadata = [t == "constexpr" for t in src.signature.values()], metadata
+def current_device() -> Device:
+    """The calling thread's device, else the one of the last `activate`. Raises `StateError` when there is neither."""
+    found = getattr(_thread, "device", None) or (_driver.defaults[-1] if _driver and _driver.defaults else None)
+    if found is None:
+        raise StateError(
+            "this thread has no emulated device: call mori_triton.emulator.activate(arch), "
+            "or run the code in local_world(device='cpu')"
+        )
+    return found
 
-    def __call__(self, gx, gy, gz, stream, kernel, packed, launch_metadata, enter, exit, *args):
-        d = triton.runtime.driver.active
-        args = [float(a) if isinstance(a, float) else a for a, c in zip(args, self.constexpr) if not c]
-        d.machine.launch(kernel, (gx, gy, gz), args, self.metadata.num_warps, self.metadata.shared, stream=(d.device, stream))
-        if not d.deferred:
-            d.synchronize()
 
-
-class LiftDriver(DriverBase):
-    """deferred=True: launches only queue up until synchronize(), so kernels of several PEs run interleaved.
-    One device number per PE: Triton loads a kernel once a device, so every PE has its own module-level variables."""
-
-    def __init__(self, arch, cache=None, seed=1, deferred=False, **machine):
-        self.arch, self.warp, self.cache, self.deferred = arch, 32 if arch.startswith("gfx1") else 64, cache, deferred
-        self.utils, self.launcher_cls, self.machine, self.device, self.loaded = Utils(self), Launcher, Machine(seed, **machine), 0, []
-
-    def activate(self):
-        triton.knobs.runtime.kernel_load_start_hook.add(self.utils.on_load)
-        triton.runtime.driver.set_active(self)
-        return self
-
-    def deactivate(self):
-        """drop the hook; without a GPU Triton has no default driver to go back to, the next activate() replaces this one"""
-        triton.knobs.runtime.kernel_load_start_hook.remove(self.utils.on_load)
-
-    def synchronize(self, seconds=60.0):
-        self.machine.run(seconds=seconds)
+class _Utils:
+    """What Triton calls `driver.utils`."""
 
     @staticmethod
-    def is_active(): return False
-    def get_current_target(self): return GPUTarget("hip", self.arch, self.warp)
-    def get_active_torch_device(self): return torch.device("cpu")
-    def get_current_device(self): return self.device
-    def get_current_stream(self, device=None): return 0
-    def set_current_device(self, device): self.device = device
-    def map_python_to_cpp_type(self, ty): return ty
-    def get_benchmarker(self): raise NotImplementedError
-    def get_device_interface(self): return torch.cpu
+    def get_device_properties(number: int) -> dict[str, Any]:
+        device = devices.device(number)
+        return {
+            "max_shared_mem": device.max_shared,
+            "multiprocessor_count": 4,
+            "warpSize": device.warp_size,
+            "arch": device.arch,
+            "max_num_regs": 65536,
+            "sm_clock_rate": 0,
+            "mem_clock_rate": 0,
+            "mem_bus_width": 0,
+            "cooperativeLaunch": True,
+        }
+
+    @staticmethod
+    def on_load(module: Any, function: Any, name: str, metadata_group: dict[str, str], hash: str) -> None:
+        """Hook: remember where the text of the kernel that is about to be loaded is."""
+        _thread.text_path = next((p for n, p in metadata_group.items() if n.endswith(".amdgcn")), None)
+
+    @staticmethod
+    def load_binary(name: str, binary: bytes, shared: int, number: int) -> tuple[Module, Module, int, int, int]:
+        path, _thread.text_path = getattr(_thread, "text_path", None), None
+        if path is None:
+            raise StateError(
+                f"the assembly text of {name} was not stored, and it is what the emulated device runs: "
+                "unset TRITON_STORE_BINARY_ONLY (and clear Triton's cache)"
+            )
+        device = devices.device(number)
+        module = Module(load_code(Path(path).read_text()), number)
+        device.modules.append(module)
+        return module, module, module.code.num_vregs, 0, 1024
+
+    @staticmethod
+    def unload_module(module: Module) -> None:
+        modules = devices.device(module.device).modules
+        if module in modules:
+            modules.remove(module)
+
+
+def _flatten(signature: Sequence[Any], values: Sequence[Any], names: Sequence[str]) -> list[tuple[str, Any, str]]:
+    """(type, value, name) of every runtime argument; tuples are taken apart."""
+    flat: list[tuple[str, Any, str]] = []
+    for kind, value, name in zip(signature, values, names, strict=True):
+        if isinstance(kind, tuple):
+            flat += _flatten(kind, value, [f"{name}[{i}]" for i in range(len(kind))])
+        elif kind != "constexpr":
+            flat.append((kind, value, name))
+    return flat
+
+
+class _Launcher:
+    """What Triton makes once per compiled kernel and calls for every launch."""
+
+    def __init__(self, src: Any, metadata: Any):
+        self.signature, self.metadata = tuple(src.signature.values()), metadata
+        arg_names = list(getattr(src.fn, "arg_names", ()))
+        keys = list(src.signature)
+        self.names = [arg_names[k] if isinstance(k, int) else str(k) for k in keys]
+        if getattr(metadata, "num_ctas", 1) != 1:
+            raise ArgumentError(f"num_ctas: want 1 on the emulated device, got {metadata.num_ctas}")
+        nested = any(isinstance(kind, tuple) for kind in self.signature)
+        flat = _flatten(self.signature, self.signature, self.names)
+        for kind, _, name in flat:
+            if kind.startswith(("tensordesc", "nvTmaDesc")):
+                raise ArgumentError(f"{name}: tensor descriptors are not emulated; pass the tensor and its strides")
+        self.types = tuple(kind for kind, _, _ in flat)
+        self.flat_names = [name for _, _, name in flat]
+        self.kept = None if nested else [i for i, kind in enumerate(self.signature) if kind != "constexpr"]
+        self.scratch = (
+            getattr(metadata, "global_scratch_size", 0) or 0,
+            getattr(metadata, "profile_scratch_size", 0) or 0,
+        )
+
+    def __call__(
+        self,
+        grid_x: int,
+        grid_y: int,
+        grid_z: int,
+        stream: int,
+        module: Module,
+        packed_metadata: Any,
+        launch_metadata: Any,
+        enter_hook: Callable | None,
+        exit_hook: Callable | None,
+        *args: Any,
+    ) -> None:
+        if self.kept is not None:
+            values = [args[i] for i in self.kept]
+        else:
+            values = [value for _, value, _ in _flatten(self.signature, args, self.names)]
+        launch = Launch(
+            module,
+            (grid_x, grid_y, grid_z),
+            values,
+            num_warps=self.metadata.num_warps,
+            shared=self.metadata.shared,
+            types=self.types,
+            names=self.flat_names,
+            device=devices.device(module.device),
+            scratch=self.scratch,
+        )
+        if enter_hook is not None:
+            enter_hook(launch_metadata)
+        scheduler.current().execute(launch)
+        if exit_hook is not None:
+            exit_hook(launch_metadata)
+
+
+class _CompileOnce:
+    """Stands before `triton.compiler.compile`: threads that want the same kernel at once compile it one after another, so
+    that all but the first find it in Triton's cache. Held while compiling only, never while a kernel runs.
+    """
+
+    def __init__(self, compile: Callable):
+        self.compile = compile
+        self._locks: dict[Any, threading.Lock] = {}
+        self._guard = threading.Lock()
+
+    def __call__(self, src: Any, target: Any = None, options: Any = None, **kwargs: Any) -> Any:
+        key = src.hash() if hasattr(src, "hash") else id(src), str(target)
+        with self._guard:
+            lock = self._locks.setdefault(key, threading.Lock())
+        with lock:
+            return self.compile(src, target=target, options=options, **kwargs)
+
+
+class EmulatedDriver(DriverBase):
+    """The one driver object of the process; which device it means depends on the calling thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.utils, self.launcher_cls = _Utils(), _Launcher
+        self.defaults: list[Device] = []
+        self._users = 0
+        self._lock = threading.Lock()
+        self._before: Any = None
+        self._compile: Any = None
+
+    def hold(self) -> None:
+        """Make this Triton's active driver, if it is not yet. Each `hold` needs a `deactivate` or `release`."""
+        if env.triton_interpret() or triton.knobs.runtime.interpret:
+            raise StateError(
+                "TRITON_INTERPRET=1: Triton's interpreter cannot call extern functions and runs programs one after "
+                "another. Unset it: local_world(device='cpu') runs kernels without a GPU"
+            )
+        with self._lock:
+            self._users += 1
+            if self._users > 1:
+                return
+            self._before = triton.runtime.driver._active
+            _chain(self.utils.on_load)
+            self._compile = triton.compiler.compile
+            triton.compiler.compile = _CompileOnce(self._compile)
+            triton.runtime.driver.set_active(self)
+
+    def release(self) -> None:
+        """Undo one `hold`; the last one puts back the driver and the hooks that were there before."""
+        with self._lock:
+            if self._users == 0:
+                return
+            self._users -= 1
+            if self._users:
+                return
+            _unchain(self.utils.on_load)
+            if isinstance(triton.compiler.compile, _CompileOnce):
+                triton.compiler.compile = self._compile
+            # somebody else's driver stays
+            if triton.runtime.driver._active is self:
+                triton.runtime.driver._active = self._before
+            self._before = self._compile = None
+
+    def deactivate(self) -> None:
+        """Undo the last `activate`."""
+        if not self.defaults:
+            raise StateError("deactivate: no activate to undo")
+        self.defaults.pop()
+        self.release()
+
+    @staticmethod
+    def is_active() -> bool:
+        # Triton asks its own backends, never this one
+        return False
+
+    def get_current_target(self) -> GPUTarget:
+        device = current_device()
+        return GPUTarget("hip", device.arch, device.warp_size)
+
+    def get_current_device(self) -> int:
+        return current_device().number
+
+    def set_current_device(self, number: int) -> None:
+        set_device(number)
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_device_interface(self) -> Any:
+        return torch.cpu
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_benchmarker(self) -> Callable:
+        """Times one call: emulated time says nothing about a GPU, but lets `triton.autotune` choose something."""
+
+        def bench(kernel_call: Callable, *, quantiles: Sequence[float] = (0.5,), **kwargs: Any) -> list[float]:
+            start = time.perf_counter()
+            kernel_call()
+            return [1e3 * (time.perf_counter() - start)] * len(quantiles)
+
+        return bench
+
+
+def _chain(hook: Callable) -> None:
+    runtime = triton.knobs.runtime
+    present = runtime.kernel_load_start_hook
+    if not hasattr(present, "add"):
+        # somebody has set a plain function, or None
+        chain = triton.knobs.HookChain()
+        if present is not None:
+            chain.add(present)
+        runtime.kernel_load_start_hook = present = chain
+    present.add(hook)
+
+
+def _unchain(hook: Callable) -> None:
+    present = triton.knobs.runtime.kernel_load_start_hook
+    if hasattr(present, "remove"):
+        present.remove(hook)
+
+
+_driver: EmulatedDriver | None = None
+_driver_lock = threading.Lock()
+
+
+def driver() -> EmulatedDriver:
+    """The process' driver object; not active until `activate` or `hold`."""
+    global _driver
+    with _driver_lock:
+        if _driver is None:
+            _driver = EmulatedDriver()
+        return _driver
+
+
+def activate(arch: str = "gfx1201") -> EmulatedDriver:
+    """Let `kernel[grid](cpu_tensors)` run on an emulated GPU, in every thread that has no device of its own.
+
+    A launch returns when the kernel has ended. `deactivate()` of the result puts back what was there before.
+
+    Raises: `ArgumentError` for an architecture that is not emulated, `StateError` under `TRITON_INTERPRET=1`.
+    """
+    found, active = devices.default_device(arch), driver()
+    active.hold()
+    active.defaults.append(found)
+    return active

@@ -12,5 +12,4 @@ _BITCODE = "emulator_memory.bc"
 @functools.cache
 def ensure() -> None:
     """Link the functions that kernels call. About a second when the object is not cached."""
-    source = jit.bitcode_path(_BITCODE).read_bytes()
-    jit.load(jit.digest(source), lambda: (source, {}))
+    jit.load_bitcode(_BITCODE)
