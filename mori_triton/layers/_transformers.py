@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-MINIMUM = (5, 0)
+# before, `set_experts_implementation` took a fixed list of names and refused registered ones
+MINIMUM = (5, 7)
 
 
 def register_experts(name: str, forward: Callable) -> None:
@@ -21,7 +22,7 @@ def register_experts(name: str, forward: Callable) -> None:
     try:
         import transformers
     except ImportError as error:
-        raise ImportError(f"{wanted}, which is not installed; {remedy}", name="transformers") from error
+        raise ImportError(f"{wanted}, which cannot be imported ({error}); {remedy}", name="transformers") from error
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if version < MINIMUM:
         raise ImportError(f"{wanted}, found {transformers.__version__}; {remedy}", name="transformers")

@@ -49,9 +49,8 @@ class SharedOps:
         if self.max_tokens is None:
             needed = _agree(state, shape, num_tokens)
         else:
-            require(
-                num_tokens <= self.max_tokens, "tokens of a layer call", f"<= max_tokens={self.max_tokens}", num_tokens
-            )
+            most = self.max_tokens
+            require(num_tokens <= most, "tokens of a layer call", f"at most max_tokens={most}", num_tokens)
             needed = self.max_tokens
         capacity, op = self._ops.get(shape, (-1, None))
         if op is None or capacity < needed:

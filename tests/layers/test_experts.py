@@ -1,6 +1,7 @@
 """Models with their experts spread over PEs give the unmodified model's logits."""
 
 import copy
+import inspect
 import types
 
 import pytest
@@ -199,6 +200,9 @@ _DEFAULTS = {"is_transposed": False, "has_bias": False, "has_gate": True}
 )
 @torch.no_grad()
 def test_every_weight_layout(layout):
+    missing = set(layout) - set(inspect.signature(use_experts_implementation).parameters)
+    if missing:
+        pytest.skip(f"this transformers has no {missing}")
     torch.manual_seed(0)
     num_pes, num_experts, hidden, k = 3, 6, 16, 4
     module = experts_module(num_experts, hidden, **layout)
