@@ -5,11 +5,12 @@ Needs clang-19 (any path: `--clang`), and this package's Python. Writes
 
     amdgcn/libmori_shmem_device.bc     linked into kernels for every AMD GPU (no target-cpu)
     nvptx64/libmori_shmem_device.bc    linked into kernels for NVIDIA GPUs
-    x86_64/libmori_emulator.bc         run-time functions of the emulated device, loaded by its JIT
-    manifest.json                      source hash, compiler, ABI hash, file hashes, exported symbols
+    x86_64/emulator_memory.bc          memory accesses of the emulated device, loaded by its JIT
+    x86_64/emulator_scheduler.bc       its scheduler
+    manifest.json                      compiler, ABI hash; per file: hashes of sources and content, exported symbols
 
-The compiler's IR text is cleaned before it becomes bitcode: attributes that tie a function to a GPU or stop inlining go, and so
-does whatever depends on where the sources lie.
+The compiler's IR text is cleaned before it becomes bitcode: attributes that tie a function to a GPU or stop inlining
+go, and so does whatever depends on where the sources lie.
 
 `--check` builds into a temporary directory and compares with what is checked in: byte for byte when the compiler is the
 manifest's, else symbols, signatures, layout, and linking into a kernel for five targets. Exit status 1 on a difference.
@@ -50,10 +51,11 @@ COMMON = [
     "-Wno-unused-parameter",
 ]
 DEVICE = ["-nogpulib", "-fconvergent-functions"]
+AS_IT_IS = ["-nogpulib", "-Xclang", "-disable-llvm-passes", "-fno-ident"]
 DEVICE_LIBRARY = "libmori_shmem_device.bc"
-EMULATOR_LIBRARY = "libmori_emulator.bc"
+HOST_TRIPLE = "x86_64-unknown-linux-gnu"
 
-# file -> triple, sources, flags
+# file -> triple, source, flags
 TARGETS: dict[str, tuple[str, str, list[str]]] = {
     # without a code object version the module carries no flag that could contradict the kernel's
     f"amdgcn/{DEVICE_LIBRARY}": (
@@ -62,12 +64,15 @@ TARGETS: dict[str, tuple[str, str, list[str]]] = {
         [*DEVICE, "-Xclang", "-mcode-object-version=none"],
     ),
     f"nvptx64/{DEVICE_LIBRARY}": ("nvptx64-nvidia-cuda", "shmem_device.cpp", DEVICE),
-    f"x86_64/{EMULATOR_LIBRARY}": ("x86_64-unknown-linux-gnu", "emulator/*.cpp", []),
+    "x86_64/emulator_memory.bc": (HOST_TRIPLE, "emulator/memory.cpp", ["-Wno-psabi"]),
+    "x86_64/emulator_scheduler.bc": (HOST_TRIPLE, "emulator/scheduler.cpp", ["-Wno-psabi"]),
 }
 
 
 def clean(text: str, device: bool) -> str:
-    """Drop from LLVM IR text what ties it to a GPU, a place or a compiler run; on devices every body becomes always-inline."""
+    """Drop from LLVM IR text what ties it to a GPU, a place or a compiler run; on devices every body becomes
+    always-inline.
+    """
     lines = []
     for line in text.splitlines():
         if re.match(r"; ModuleID|source_filename|!llvm\.(module\.flags|ident)\b", line):
@@ -81,29 +86,23 @@ def clean(text: str, device: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def compile_one(clang: str, name: str, out: Path) -> bool:
-    """Compile and clean one file; False if it has no sources yet."""
-    triple, pattern, flags = TARGETS[name]
-    sources = sorted((ROOT / "hip_src").glob(pattern))
-    if not sources:
-        return False
-    # one translation unit; relative names keep the place of the tree out of everything
-    unit = "".join(f'#include "{s.relative_to(ROOT / "hip_src").as_posix()}"\n' for s in sources)
+def compile_one(clang: str, name: str, out: Path) -> None:
+    """Compile and clean one file."""
+    triple, source, flags = TARGETS[name]
+    # read from standard input, with relative includes: the place of the tree gets into nothing
     ir = subprocess.run(
         [clang, f"--target={triple}", *COMMON, *flags, "-I.", "-x", "c++", "-S", "-emit-llvm", "-o", "-", "-"],
-        input=unit, capture_output=True, text=True, cwd=ROOT / "hip_src", check=False,
+        input=f'#include "{source}"\n', capture_output=True, text=True, cwd=ROOT / "hip_src", check=False,
     )  # fmt: skip
     if ir.returncode:
         raise SystemExit(f"{name}: {ir.stderr}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    device = triple != TARGETS[f"x86_64/{EMULATOR_LIBRARY}"][0]
     written = subprocess.run(
-        [clang, f"--target={triple}", "-nogpulib", "-x", "ir", "-Xclang", "-disable-llvm-passes", "-fno-ident", "-c", "-emit-llvm", "-o", str(out), "-"],
-        input=clean(ir.stdout, device), capture_output=True, text=True, check=False,
+        [clang, f"--target={triple}", *AS_IT_IS, "-x", "ir", "-c", "-emit-llvm", "-o", str(out), "-"],
+        input=clean(ir.stdout, device=triple != HOST_TRIPLE), capture_output=True, text=True, check=False,
     )  # fmt: skip
     if written.returncode:
         raise SystemExit(f"{name}: {written.stderr}")
-    return True
 
 
 def compiler_version(clang: str) -> str:
@@ -114,11 +113,12 @@ def compiler_version(clang: str) -> str:
     return match[1]
 
 
-def source_hash() -> str:
+def source_hash(name: str) -> str:
+    """Hash of what a file is built from: its source and all headers beside it."""
+    source = ROOT / "hip_src" / TARGETS[name][1]
     digest = hashlib.sha256()
-    for path in sorted((ROOT / "hip_src").rglob("*")):
-        if path.suffix in (".h", ".cpp"):
-            digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in sorted([source, *source.parent.glob("*.h")]):
+        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
@@ -128,35 +128,34 @@ def build(clang: str, out: Path, families: tuple[str, ...] = ()) -> dict[str, An
     for name in TARGETS:
         if families and name.split("/", maxsplit=1)[0] not in families:
             continue
-        if compile_one(clang, name, out / name):
-            data = (out / name).read_bytes()
-            files[name] = {
-                "sha256": hashlib.sha256(data).hexdigest(),
-                "triple": TARGETS[name][0],
-                "functions": bitcode.signatures(out / name),
-            }
+        compile_one(clang, name, out / name)
+        files[name] = {
+            "source_sha256": source_hash(name),
+            "sha256": hashlib.sha256((out / name).read_bytes()).hexdigest(),
+            "functions": bitcode.signatures(out / name),
+        }
     return {
         "abi": {"version": abi.ABI_VERSION, "hash": abi.abi_hash()},
         "compiler": f"clang {compiler_version(clang)}",
-        "source_sha256": source_hash(),
         "files": files,
     }
 
 
-def check(clang: str) -> list[str]:
-    """Differences between a fresh build and the checked-in files."""
+def check(clang: str, families: tuple[str, ...] = ()) -> list[str]:
+    """Differences between a fresh build (of all files or those of `families`) and the checked-in files."""
     here = ROOT / "bitcode"
     old = json.loads((here / "manifest.json").read_text())
     problems = []
     with tempfile.TemporaryDirectory() as tmp:
-        new = build(clang, Path(tmp))
-        for key in ("source_sha256", "abi"):
-            if old[key] != new[key]:
-                problems.append(f"manifest {key}: {old[key]}, built {new[key]}")
-        if sorted(old["files"]) != sorted(new["files"]):
+        new = build(clang, Path(tmp), families)
+        if old["abi"] != new["abi"]:
+            problems.append(f"manifest abi: {old['abi']}, built {new['abi']}")
+        if not families and sorted(old["files"]) != sorted(new["files"]):
             problems.append(f"files: {sorted(old['files'])}, built {sorted(new['files'])}")
         exact = old["compiler"] == new["compiler"]
         for name in sorted(set(old["files"]) & set(new["files"])):
+            if old["files"][name]["source_sha256"] != new["files"][name]["source_sha256"]:
+                problems.append(f"{name}: built from other sources than those in hip_src")
             committed = (here / name).read_bytes()
             if hashlib.sha256(committed).hexdigest() != old["files"][name]["sha256"]:
                 problems.append(f"{name}: the file is not the manifest's")
@@ -193,7 +192,7 @@ def main() -> int:
     parser.add_argument("families", nargs="*", help="amdgcn, nvptx64, x86_64; default all")
     options = parser.parse_args()
     if options.check:
-        problems = check(options.clang)
+        problems = check(options.clang, tuple(options.families))
         sys.stdout.write("\n".join(problems or [f"bitcode: up to date ({compiler_version(options.clang)})"]) + "\n")
         return 1 if problems else 0
     here = ROOT / "bitcode"

@@ -1,7 +1,7 @@
 """The device library's binary interface: structs, codes, symbols, signatures. Pure data.
 
-`hip_src/context.h` and `hip_src/shmem_device.cpp` state the same in C++. The bitcode carries its own layout table and its
-function types, and `bitcode.verify` compares both with this file, so neither side can drift.
+`hip_src/context.h` and `hip_src/shmem_device.cpp` state the same in C++. The bitcode carries its own layout table and
+its function types, and `bitcode.verify` compares both with this file, so neither side can drift.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ LIBRARY = "mori_shmem"  # extern library key: Triton on HIP links it only if it 
 CONTEXT_SYMBOL = "mori_shmem_context"  # module global, u64: address of the Context that MORI's names use
 LAYOUT_SYMBOL = "mori_shmem_abi_layout"  # module constant, u32 words in the order of LAYOUT
 
-# ------------------------------------------------------------------------------------------------------------------- structs
+# -------------------------------------------------------------------------------------------------------------- structs
 
 
 class Field(NamedTuple):
@@ -73,7 +73,7 @@ LAYOUT: tuple[tuple[str, int], ...] = (
     ("barrier words", BARRIER_WORDS),
 )
 
-# --------------------------------------------------------------------------------------------------------------------- codes
+# ---------------------------------------------------------------------------------------------------------------- codes
 
 ERROR_WAIT_TIMEOUT = 1
 ERROR_REFUSED = 2  # a PE, address, alignment or operation that cannot be served; nothing was accessed
@@ -102,7 +102,7 @@ ATOMIC_COMPARE_SWAP = 19
 TAG_BARRIER_ALL = -1
 TAG_WAIT_UNTIL = -2
 
-# ------------------------------------------------------------------------------------------------------------------ functions
+# ------------------------------------------------------------------------------------------------------------ functions
 
 
 class Function(NamedTuple):

@@ -1,8 +1,8 @@
 """Find the device bitcode of a target and verify it against `abi`.
 
-The files are checked in under `bitcode/` and ship in the wheel as `mori_triton/_bitcode`. What Triton gets is a copy in the cache
-directory, under a directory named by the content's hash: before 3.9 Triton's cache key for AMD kernels has the path of a
-library in it, not its content.
+The files are checked in under `bitcode/` and ship in the wheel as `mori_triton/_bitcode`. What Triton gets is a copy in
+the cache directory, under a directory named by the content's hash: before 3.9 Triton's cache key for AMD kernels has
+the path of a library in it, not its content.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import hashlib
 import os
 import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,6 @@ from mori_triton import abi, env
 from mori_triton.errors import BitcodeError
 
 DEVICE_LIBRARY = "libmori_shmem_device.bc"
-EMULATOR_LIBRARY = "libmori_emulator.bc"
 
 _TRIPLES = {"amdgcn": "amdgcn-amd-amdhsa", "nvptx64": "nvptx64-nvidia-cuda"}
 _LLVM_TYPES = {"float32": "float", "float64": "double"}
@@ -62,7 +63,15 @@ def find_bitcode(target: Any) -> Path:
     Raises:
         BitcodeError: no such target, no file, or a file that does not match `abi`.
     """
-    return _cached_copy(directory() / family(target) / DEVICE_LIBRARY)
+    wanted, override = family(target), env.bitcode_override()
+    if override is None:
+        return _cached_copy(directory() / wanted / DEVICE_LIBRARY)
+    found = _cached_copy(Path(override))
+    with _parsed(found, found.read_bytes()) as module:
+        triple = module.triple
+    if triple != _TRIPLES[wanted]:
+        _fail(Path(override), f"target triple of MORI_SHMEM_BC for {target}", _TRIPLES[wanted], triple)
+    return found
 
 
 def _cached_copy(source: Path) -> Path:
@@ -88,7 +97,7 @@ def _copy_of(source: Path, mtime_ns: int, size: int, cache: Path) -> Path:
     return target
 
 
-# -------------------------------------------------------------------------------------------------------------------- verify
+# --------------------------------------------------------------------------------------------------------------- verify
 
 _verified: set[str] = set()
 
@@ -101,25 +110,33 @@ def verify(path: Path | str) -> None:
     """
     path = Path(path)
     data = path.read_bytes()
-    key = hashlib.sha256(data).hexdigest()
+    # the directory says for which family it is meant
+    key = f"{path.parent.name}/{hashlib.sha256(data).hexdigest()}"
     if key in _verified:
         return
-    module = _parse(path, data)
-    text = str(module)
-    _check_target(path, module, text)
-    _check_functions(path, module)
-    _check_layout(path, text)
-    _check_metadata(path, text)
+    with _parsed(path, data) as module:
+        text = str(module)
+        _check_target(path, module, text)
+        _check_functions(path, module)
+        _check_layout(path, text)
+        _check_metadata(path, text)
     _verified.add(key)
 
 
-def _parse(path: Path, data: bytes) -> Any:
+@contextmanager
+def _parsed(path: Path, data: bytes) -> Iterator[Any]:
     import llvmlite.binding as llvm
 
+    context = llvm.create_context()
     try:
-        return llvm.parse_bitcode(data, llvm.create_context())
+        module = llvm.parse_bitcode(data, context)
     except RuntimeError as e:
         raise BitcodeError(f"{path}: not LLVM bitcode: {e}") from e
+    try:
+        yield module
+    finally:
+        # a module that outlives its context is freed twice
+        module.close()
 
 
 def _fail(path: Path, what: str, expected: object, found: object) -> None:
@@ -134,7 +151,8 @@ def _check_target(path: Path, module: Any, text: str) -> None:
     if in_tree in _TRIPLES and _TRIPLES[in_tree] != triple:
         _fail(path, "target triple", _TRIPLES[in_tree], triple)
     layout = module.data_layout
-    # what the structs and the address spaces rely on: 64-bit global pointers; on amdgcn 32-bit LDS pointers and allocas in 5
+    # what the structs and the address spaces rely on: 64-bit global pointers; on amdgcn 32-bit LDS pointers and allocas
+    # in 5
     wanted = {"amdgcn-amd-amdhsa": ("p1:64:64", "p3:32:32", "A5"), "nvptx64-nvidia-cuda": ("i64:64",)}[triple]
     if not {"e", *wanted} <= set(layout.split("-")):
         _fail(path, "data layout", f"little endian with {', '.join(wanted)}", repr(layout))
@@ -151,7 +169,8 @@ def _llvm_type(name: str) -> str:
 def signatures(path: Path | str) -> dict[str, str]:
     """Every function that a bitcode file defines with external linkage: name -> `ret(arg, ...)` in LLVM's types."""
     path = Path(path)
-    return dict(sorted(_signatures(_parse(path, path.read_bytes())).items()))
+    with _parsed(path, path.read_bytes()) as module:
+        return dict(sorted(_signatures(module).items()))
 
 
 def _signatures(module: Any) -> dict[str, str]:

@@ -1,9 +1,9 @@
 """The device library's functions as Triton externs, one for each row of `abi.FUNCTIONS`, under its key.
 
-Arguments are cast to the table's types, so a plain Python int, a pointer or a 32-bit value where 64 bits are wanted are fine.
-Every function is called by all threads of a program and is ONE operation; results reach all threads. Only the pure ones
-(`ctx_my_pe`, `ctx_n_pes`, `ctx_ptr`, `ptr`, `ptr_p2p`, ...) take blocks; a block elsewhere would be one operation for each element
-a thread happens to hold, so it is refused at compile time.
+Arguments are cast to the table's types, so a plain Python int, a pointer or a 32-bit value where 64 bits are wanted are
+fine. Every function is called by all threads of a program and is ONE operation; results reach all threads. Only the
+pure ones (`ctx_my_pe`, `ctx_n_pes`, `ctx_ptr`, `ptr`, `ptr_p2p`, ...) take blocks; a block elsewhere would be one
+operation for each element a thread happens to hold, so it is refused at compile time.
 """
 
 from __future__ import annotations

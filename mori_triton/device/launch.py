@@ -28,7 +28,9 @@ def get_extern_libs(target: Any = None) -> dict[str, str]:
 
 
 def refuse_interpreter(kernel: Any = None) -> None:
-    """Raise `StateError` under Triton's interpreter: it calls no extern, and runs programs one after another, so waits never end."""
+    """Raise `StateError` under Triton's interpreter: it calls no extern, and runs programs one after another, so waits
+    never end.
+    """
     if env.triton_interpret() or type(kernel).__name__ == "InterpretedFunction":
         raise StateError(
             "TRITON_INTERPRET=1: Triton's interpreter cannot call the device library; unset it and run on the emulated "
@@ -57,15 +59,17 @@ _linked: set[str] = set()
 
 
 def check_linked(compiled: Any) -> None:
-    """Raise `BitcodeError` if a compiled kernel still calls a function of the device library: on HIP Triton links silently nothing."""
+    """Raise `BitcodeError` if a compiled kernel still calls a function of the device library: on HIP Triton links
+    silently nothing.
+    """
     key = getattr(compiled, "hash", None)
     if compiled is None or key in _linked:
         return
     left = unresolved(compiled.asm)
     if left:
         raise BitcodeError(
-            f"{getattr(compiled, 'name', 'kernel')}: unresolved {', '.join(left)}: want every symbol inlined from the device library; "
-            f'launch with extern_libs={{"{abi.LIBRARY}": ...}} (get_extern_libs())'
+            f"{getattr(compiled, 'name', 'kernel')}: unresolved {', '.join(left)}: want every symbol inlined from the "
+            f'device library; launch with extern_libs={{"{abi.LIBRARY}": ...}} (get_extern_libs())'
         )
     if key is not None:
         _linked.add(key)
@@ -73,7 +77,7 @@ def check_linked(compiled: Any) -> None:
 
 def unresolved(asm: Mapping[str, Any]) -> list[str]:
     """Functions of the device library that the generated code still calls or declares."""
-    llir = asm["llir"] if "llir" in asm else ""
+    llir = asm.get("llir", "")
     names = set(re.findall(rf'^declare .*@"?({abi.LIBRARY}_\w+)"?\(', llir, re.MULTILINE))
     names |= set(re.findall(rf'call [^\n]*@"?({abi.LIBRARY}_\w+)"?\(', llir))
     return sorted(names)

@@ -1,13 +1,13 @@
 """What `@triton.jit` code calls: `from mori_triton.device import shmem`.
 
-`ctx` is the kernel's first argument, `SymmetricHeap.ctx` (a pointer, or its address as int64). Pointers named `*_ptr` are this PE's
-own addresses of symmetric memory; the callee finds the peer's. Every function is one operation of the whole program, whatever
-`num_warps` is, and has to be called where all its threads come by: not inside a loop over elements, not on blocks
-(`remote_ptr` excepted, which is elementwise).
+`ctx` is the kernel's first argument, `SymmetricHeap.ctx` (a pointer, or its address as int64). Pointers named `*_ptr`
+are this PE's own addresses of symmetric memory; the callee finds the peer's. Every function is one operation of the
+whole program, whatever `num_warps` is, and has to be called where all its threads come by: not inside a loop over
+elements, not on blocks (`remote_ptr` excepted, which is elementwise).
 
-Order: a signal covers every earlier store of the program; a wait is an acquire for all of it. Puts, gets and atomics order nothing
-by themselves: `fence` and `quiet` do. A wait that returns a value which does not satisfy it has reached the time limit (the
-error log has a record with `tag`): end the kernel then.
+Order: a signal covers every earlier store of the program; a wait is an acquire for all of it. Puts, gets and atomics
+order nothing by themselves: `fence` and `quiet` do. A wait that returns a value which does not satisfy it has reached
+the time limit (the error log has a record with `tag`): end the kernel then.
 """
 
 import triton
@@ -35,7 +35,7 @@ _SWAP: tl.constexpr = tl.constexpr(abi.ATOMIC_SWAP)
 _COMPARE_SWAP: tl.constexpr = tl.constexpr(abi.ATOMIC_COMPARE_SWAP)
 
 
-# ------------------------------------------------------------------------------------------------------------- who and where
+# -------------------------------------------------------------------------------------------------------- who and where
 
 
 @triton.jit
@@ -52,12 +52,14 @@ def n_pes(ctx):
 
 @triton.jit
 def remote_ptr(ctx, ptr, pe):
-    """`ptr` in the heap of `pe`: same pointer type, elementwise in both. Null if `pe` is out of range or cannot be reached by load
-    and store, or if `ptr` is outside the heap. Carries no alignment: give `tl.multiple_of(..., 16)` where you know it."""
+    """`ptr` in the heap of `pe`: same pointer type, elementwise in both. Null if `pe` is out of range or cannot be
+    reached by load and store, or if `ptr` is outside the heap. Carries no alignment: give `tl.multiple_of(..., 16)`
+    where you know it.
+    """
     return externs.ctx_ptr(ctx, ptr, pe).to(ptr.dtype)
 
 
-# ------------------------------------------------------------------------------------------------------------------- signals
+# -------------------------------------------------------------------------------------------------------------- signals
 
 
 @triton.jit
@@ -74,7 +76,9 @@ def signal_add(ctx, sig_ptr, value, pe):
 
 @triton.jit
 def wait_eq(ctx, sig_ptr, value, peer=-1, tag=0):
-    """Wait until my 64-bit word == `value`, acquire; the value seen (int64). `peer` and `tag` only name the wait in a report."""
+    """Wait until my 64-bit word == `value`, acquire; the value seen (int64). `peer` and `tag` only name the wait in a
+    report.
+    """
     return externs.ctx_wait_eq(ctx, sig_ptr, value, peer, tag)
 
 
@@ -110,25 +114,28 @@ def wait_le(ctx, sig_ptr, value, peer=-1, tag=0):
 
 @triton.jit
 def wait_all_ge(ctx, sig_ptr, num, value, tag=0):
-    """Wait until each of my `num` words from `sig_ptr` is >= `value`; word i is written by PE i. Acquires. `value`, or something
-    smaller if a word did not come in time (one record each)."""
+    """Wait until each of my `num` words from `sig_ptr` is >= `value`; word i is written by PE i. Acquires. `value`, or
+    something smaller if a word did not come in time (one record each).
+    """
     return externs.ctx_wait_all_ge(ctx, sig_ptr, num, value, tag)
 
 
 @triton.jit
 def arrive_last(ctx, counter_ptr, count):
-    """1 in the program that calls it last of `count` programs of a launch, which then sees all their stores; 0 in the others.
-    `counter_ptr`: a local uint32 that is 0 at the start, and again afterwards."""
+    """1 in the program that calls it last of `count` programs of a launch, which then sees all their stores; 0 in the
+    others. `counter_ptr`: a local uint32 that is 0 at the start, and again afterwards.
+    """
     return externs.ctx_arrive_last(ctx, counter_ptr, count)
 
 
-# ------------------------------------------------------------------------------------------------------------------------ data
+# ----------------------------------------------------------------------------------------------------------------- data
 
 
 @triton.jit
 def put(ctx, dst_ptr, src_ptr, num_bytes, pe):
-    """Copy `num_bytes` from local `src_ptr` (any device memory) to `dst_ptr` of `pe`, all threads moving 16 bytes where both are aligned
-    alike. The source may be reused on return. 0, or -1 if refused."""
+    """Copy `num_bytes` from local `src_ptr` (any device memory) to `dst_ptr` of `pe`, all threads moving 16 bytes where
+    both are aligned alike. The source may be reused on return. 0, or -1 if refused.
+    """
     return externs.ctx_put_block(ctx, dst_ptr, src_ptr, num_bytes, pe)
 
 
@@ -140,24 +147,28 @@ def put_nbi(ctx, dst_ptr, src_ptr, num_bytes, pe):
 
 @triton.jit
 def get(ctx, dst_ptr, src_ptr, num_bytes, pe):
-    """Copy `num_bytes` from `src_ptr` of `pe` to local `dst_ptr` (any device memory). Every thread may read it on return."""
+    """Copy `num_bytes` from `src_ptr` of `pe` to local `dst_ptr` (any device memory). Every thread may read it on
+    return.
+    """
     return externs.ctx_get_block(ctx, dst_ptr, src_ptr, num_bytes, pe)
 
 
 @triton.jit
 def put_signal(ctx, dst_ptr, src_ptr, num_bytes, sig_ptr, value, op, pe):
-    """`put`, then a signal: `op` is `SIGNAL_SET` or `SIGNAL_ADD`. Zero bytes still signal; if either is refused neither is done."""
+    """`put`, then a signal: `op` is `SIGNAL_SET` or `SIGNAL_ADD`. Zero bytes still signal; if either is refused neither
+    is done.
+    """
     return externs.ctx_put_signal_block(ctx, dst_ptr, src_ptr, num_bytes, sig_ptr, value, op, pe)
 
 
-# --------------------------------------------------------------------------------------------------------------------- atomics
+# -------------------------------------------------------------------------------------------------------------- atomics
 
 
 @triton.jit
 def _atomic(ctx, ptr, value, compare, op, pe):
     tl.static_assert(ptr.dtype.is_ptr(), "atomics take a pointer: its element type says how wide")
     width: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
-    tl.static_assert(width == 32 or width == 64, "atomics are 32 or 64 bits wide")
+    tl.static_assert(width == 32 or width == 64, "atomics are 32 or 64 bits wide")  # noqa: PLR1714
     if width == 64:
         return externs.ctx_atomic_uint64(ctx, ptr, value, compare, op, pe)
     else:
@@ -168,7 +179,7 @@ def _atomic(ctx, ptr, value, compare, op, pe):
 def _atomic_fetch(ctx, ptr, value, compare, op, pe):
     tl.static_assert(ptr.dtype.is_ptr(), "atomics take a pointer: its element type says how wide")
     width: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
-    tl.static_assert(width == 32 or width == 64, "atomics are 32 or 64 bits wide")
+    tl.static_assert(width == 32 or width == 64, "atomics are 32 or 64 bits wide")  # noqa: PLR1714
     if width == 64:
         return externs.ctx_atomic_fetch_uint64(ctx, ptr, value, compare, op, pe).to(ptr.dtype.element_ty)
     else:
@@ -259,7 +270,7 @@ def atomic_compare_swap(ctx, ptr, compare, value, pe):
     return _atomic_fetch(ctx, ptr, value, compare, _COMPARE_SWAP, pe)
 
 
-# ----------------------------------------------------------------------------------------------------------------------- order
+# ---------------------------------------------------------------------------------------------------------------- order
 
 
 @triton.jit
@@ -276,11 +287,15 @@ def quiet(ctx):
 
 @triton.jit
 def acquire(ctx):
-    """What a relaxed read of the program (an atomic of `tl`) has seen released is visible to all its later loads. Waits do it."""
+    """What a relaxed read of the program (an atomic of `tl`) has seen released is visible to all its later loads. Waits
+    do it.
+    """
     return externs.ctx_acquire(ctx)
 
 
 @triton.jit
 def barrier_all(ctx):
-    """All PEs: every store before is visible to every PE after. One program a PE (grid 1), streams in turn. 0, or -1 on time-out."""
+    """All PEs: every store before is visible to every PE after. One program a PE (grid 1), streams in turn. 0, or -1 on
+    time-out.
+    """
     return externs.ctx_barrier_all(ctx)
