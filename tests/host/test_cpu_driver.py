@@ -46,7 +46,7 @@ def test_alloc_is_aligned_and_zero():
 
 def test_refused_by_the_system():
     for driver in (CpuDriver(), CpuDriver(shared=True)):
-        with pytest.raises(DriverError, match="[Cc]annot allocate memory|File too large|Invalid argument"):
+        with pytest.raises(DriverError, match=r"[Cc]annot allocate memory|File too large|Invalid argument"):
             driver.alloc(1 << 60, exportable=True)
         assert driver._owned == {}
 

@@ -473,7 +473,7 @@ class Recorder:
 
 
 def test_d8_words_are_cleared_before_the_closing_barrier():
-    """A late PE must not clear words that a fast peer has signalled: alloc, clear, device sync, then the last rendezvous."""
+    """A late PE must not clear words that a fast peer has signalled: alloc, clear, device sync, then the rendezvous."""
     log = []
     heap = SymmetricHeap(Recorder(CpuDriver(), log), Recorder(ThreadGroup(1).bootstrap(0), log), 1 << 20)
     names = [name for name, _ in log]

@@ -34,7 +34,9 @@ def test_i1_i4_open_and_close_again_leaves_nothing():
         tensors = run_world(3, lambda here: here.heap.tensor((4,), torch.int32))
         assert num_mappings() > before[0], "a held tensor keeps its pages"
         del tensors
-    assert (num_mappings(), len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    after = num_mappings(), len(os.listdir("/proc/self/fd")), threading.active_count()
+    # fewer: what an earlier test left has ended meanwhile
+    assert all(now <= then for now, then in zip(after, before, strict=True))
 
 
 def test_current_by_thread_and_process(monkeypatch):
@@ -205,7 +207,8 @@ EXIT_PROGRAM = """
     settings = dataclasses.replace(env.snapshot({}), heap_bytes=1 << 20)
 
     def start():
-        here = state.open_state(tcp.TcpBootstrap(tcp.new_unique_id(), 0, 1, timeout_s=5), CpuDriver(shared=True), settings)
+        boot = tcp.TcpBootstrap(tcp.new_unique_id(), 0, 1, timeout_s=5)
+        here = state.open_state(boot, CpuDriver(shared=True), settings)
         state.set_process_state(here)
         return here
 

@@ -96,7 +96,6 @@ class TcpBootstrap(Collectives):
         super().__init__(pe, n_pes, timeout_s)
         self._id = UniqueId.unpack(unique_id)
         self._failure: tuple[int, str] | None = None
-        limit = time.monotonic() + timeout_s
         self._socket: socket.socket | None = socket.socket(self._id.family, socket.SOCK_STREAM)
         try:
             self._socket.settimeout(timeout_s)
@@ -105,7 +104,7 @@ class TcpBootstrap(Collectives):
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             except OSError as error:
                 raise PeerTimeout(f"PE {pe} of {n_pes} cannot reach {self._server}: {error}") from error
-            hello = hub.HELLO_BODY.pack(self._id.magic, pe, n_pes, max(0.0, limit - time.monotonic()))
+            hello = hub.HELLO_BODY.pack(self._id.magic, pe, n_pes, timeout_s)
             self._ask("joining the world", hub.frame(hub.HELLO, hello), hub.WELCOME)
         except BaseException:
             self._socket.close()
