@@ -18,7 +18,7 @@ namespace {
 
 enum Event : u32 { LIMIT = 0, FINISHED = 1, FAULT = 2, STUCK = 3, QUIET = 4, STOPPED = 5, WAITING = 6 };
 
-constexpr u64 POLL_QUANTUM = 64;       // instructions for a wave that only polls, in random order
+constexpr u64 POLL_QUANTUM = 64;       // instructions for a wave that only polls
 constexpr u64 YIELDS = 16;             // idle rounds that yield the core before the thread sleeps
 constexpr long SLEEP_NS = 50'000;      // one idle round asleep
 constexpr u64 IDLE_ROUNDS = 400;       // idle rounds before the host may look at the time
@@ -158,7 +158,6 @@ u32 mori_emulator_run(Scheduler* s, u64 limit) {
       s->rng = x;
       index = (x >> 33) % s->num_ready;
       quantum += (x & 0x7FFFFFFF) % s->quantum_span;
-      if (tail(ready_list(s)[index])->only_polled && quantum > POLL_QUANTUM) quantum = POLL_QUANTUM;
     } else {
       if (s->round_left == 0 || s->num_ready == 0) {
         if (bool waiting = end_round(s); s->num_ready == 0) return STUCK;
@@ -171,6 +170,7 @@ u32 mori_emulator_run(Scheduler* s, u64 limit) {
 
     Wave* w = ready_list(s)[index];
     WaveTail* t = tail(w);
+    if (t->only_polled && quantum > POLL_QUANTUM) quantum = POLL_QUANTUM;
     u64 count = w->count, changes = w->changes, polls = w->polls;
     u32 status = w->run(w, quantum);
     u64 used = w->count - count;

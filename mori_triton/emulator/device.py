@@ -31,6 +31,7 @@ class Device:
         self.warp_size, self.max_shared = ARCHS[self.arch]
         self.lock = threading.Lock()
         self._ranges: dict[int, tuple[int, str]] = {}
+        self._globals: dict[str, bytes] = {}
         # [(low, high, name)] by address; replaced, never changed, so that a launch may keep it
         self.ranges: list[tuple[int, int, str]] = []
 
@@ -52,6 +53,26 @@ class Device:
             if self._ranges.pop(address, None) is None:
                 raise StateError(f"no memory was allowed at {address:#x} on {self.who}")
             self.ranges = sorted((low, high, name) for low, (high, name) in self._ranges.items())
+
+    def set_global(self, name: str, value: bytes) -> None:
+        """Write a module-level variable of every kernel that has it: those loaded on this device and those to come."""
+        with self.lock:
+            self._globals[name] = value
+            for module in self.modules:
+                module.write(name, value)
+
+    def add(self, module: Module) -> None:
+        """A kernel has been loaded."""
+        with self.lock:
+            self.modules.append(module)
+            for name, value in self._globals.items():
+                module.write(name, value)
+
+    def remove(self, module: Module) -> None:
+        """A kernel has been unloaded."""
+        with self.lock:
+            if module in self.modules:
+                self.modules.remove(module)
 
 
 _devices: list[Device] = []

@@ -77,14 +77,12 @@ class _Utils:
             )
         device = devices.device(number)
         module = Module(load_code(Path(path).read_text()), number)
-        device.modules.append(module)
+        device.add(module)
         return module, module, module.code.num_vregs, 0, 1024
 
     @staticmethod
     def unload_module(module: Module) -> None:
-        modules = devices.device(module.device).modules
-        if module in modules:
-            modules.remove(module)
+        devices.device(module.device).remove(module)
 
 
 def _flatten(signature: Sequence[Any], values: Sequence[Any], names: Sequence[str]) -> list[tuple[str, Any, str]]:
@@ -157,8 +155,8 @@ class _Launcher:
 
 
 class _CompileOnce:
-    """Stands before `triton.compiler.compile`: threads that want the same kernel at once compile it one after another, so
-    that all but the first find it in Triton's cache. Held while compiling only, never while a kernel runs.
+    """Stands before `triton.compiler.compile`: threads that want the same kernel at once compile one after another, so
+    all but the first find it in Triton's cache. Held while compiling only, never while a kernel runs.
     """
 
     def __init__(self, compile: Callable):

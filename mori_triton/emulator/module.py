@@ -137,3 +137,8 @@ class Module:
         """The host's view of a module-level variable."""
         start, num_bytes = self.code.symbols[name], self.symbol_address(name)[1]
         return self.data[start : start + num_bytes].view(dtype)
+
+    def write(self, name: str, value: bytes) -> None:
+        """Set a module-level variable; nothing happens when the kernel has none of this name."""
+        if name in self.code.symbols:
+            self.symbol(name)[: len(value)] = np.frombuffer(value, np.uint8)

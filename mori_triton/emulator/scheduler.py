@@ -1,8 +1,8 @@
 """Who runs when: launches of one thread alone, or every PE of a world under one seed.
 
-A launch is synchronous for the thread that makes it. `Parallel` (the default) gives each thread a machine of its own and
-runs it without the interpreter lock. `Coordinator` lets exactly one of {the PEs' host threads, the device they share} run
-at a time and draws each switch from its seed: same seed, same order of everything.
+A launch is synchronous for the thread that makes it. `Parallel` (the default) gives each thread a machine of its own
+and runs it without the interpreter lock. `Coordinator` lets exactly one of {the PEs' host threads, the device they
+share} run at a time and draws each switch from its seed: same seed, same order of everything.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class SeededHost:
 
     def __init__(self, coordinator: Coordinator, index: int):
         self.coordinator, self.index = coordinator, index
-        self.state = "new"  # ready, waiting, launched, done
+        self.state = "ready"  # running, waiting, launched, done
         self.predicate: Callable[[], bool] | None = None
         self.what: object = ""
         self.error: BaseException | None = None
@@ -95,7 +95,6 @@ class SeededHost:
 
     def begin(self) -> None:
         """First call of the PE's thread; returns when it is this PE's turn."""
-        self.state = "ready"
         self.go.acquire()
         self.coordinator.check()
 
@@ -143,7 +142,7 @@ class Coordinator:
         return self.machine.trace_hash
 
     def start(self) -> None:
-        """Give the first PE its turn, once every host thread has called `begin`."""
+        """Give the first PE its turn."""
         self.advance(None)
 
     def check(self) -> None:
@@ -268,3 +267,10 @@ def current() -> Executor:
 def bind(executor: Executor | None) -> None:
     """Let `executor` run the calling thread's launches; None: back to the default."""
     _thread.executor = executor
+
+
+def host_wait(predicate: Callable[[], bool], what: object) -> None:
+    """`SeededHost.wait` of the calling thread: others run until `predicate()` holds; `str(what)` says who is missing."""
+    executor = current()
+    assert isinstance(executor, SeededHost), "only the PEs of a seeded world wait like this"
+    executor.wait(predicate, what)
