@@ -395,6 +395,8 @@ INLINE u32 atomic(Wave* w, const u32* v, const u32* data, u64 base, u64 how, i32
   ATOMIC(32, W, u32) ATOMIC(64, W, u64)
 
 extern "C" {
+extern const u64 mori_emu_weak_layout[];
+
 ALL(32)
 ALL(64)
 
@@ -417,4 +419,33 @@ void mori_emu_fence(Wave* w, u32 kind) {
 void mori_emu_wave_end(Wave* w) {
   if (__builtin_expect(memory_of(w)->weak != 0, 0)) weak_wave_end(w);
 }
+
+// weak-memory mode: the host's side, see weak.py
+
+void mori_emu_weak_init(WeakSystem* s) {
+  s->now = 1;
+  s->pool_used = 1;  // version 0 is none
+  for (u64 d = 0; d < s->num_devices; d++) s->lists[d] = new_version(s);
+}
+
+// everything on its way arrives
+void mori_emu_weak_drain(WeakSystem* s) {
+  for (u64 i = 1; s->pending && i < s->pool_used; i++)
+    if (version(s, static_cast<u32>(i)).live) arrive_system(s, static_cast<u32>(i));
+}
+
+// Forgets what was stored to [low, high); with a device, only where the memory was another device's before.
+void mori_emu_weak_forget(WeakSystem* s, u64 low, u64 high, u64 device) {
+  auto** table = reinterpret_cast<Page**>(s->table);
+  for (u64 i = 0; i <= s->table_mask; i++) {
+    if (!table[i] || table[i]->address >= high || table[i]->address + 4 * PAGE_WORDS <= low) continue;
+    for (u64 k = 0; k < PAGE_WORDS; k++) {
+      Word* word = table[i]->words + k;
+      u64 a = table[i]->address + 4 * k;
+      if (word->count && a + 4 > low && a < high && word->home != device) clear(s, word);
+    }
+  }
+}
+
+const u64 mori_emu_weak_layout[] = {sizeof(WeakSystem), __builtin_offsetof(WeakSystem, races), sizeof(Race), sizeof(WeakLaunch), sizeof(Version), 8192, WAVE_MEMORY};
 }

@@ -81,11 +81,9 @@ template <int N> INLINE void put_words(u32* p, Words<N> v) { __builtin_memcpy(p,
 template <int W> INLINE Mask<W> equal_bits(Words<W> a, Words<W> b) {
   return __builtin_bit_cast(Mask<W>, __builtin_convertvector(a == b, Flags<W>));
 }
-template <int W> INLINE Words<W> lane_numbers() {
-  Words<W> v;
-  for (int i = 0; i < W; i++) v[i] = i;
-  return v;
-}
+alignas(64) constexpr u32 LANE_NUMBERS[64] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31,
+                                              32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
+template <int W> INLINE Words<W> lane_numbers() { return words_at<W>(LANE_NUMBERS); }
 template <class M> INLINE int lowest(M m) { return __builtin_ctzll(m); }
 template <class M> INLINE int highest(M m) { return 63 - __builtin_clzll(m); }
 

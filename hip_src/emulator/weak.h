@@ -30,7 +30,8 @@ struct Word {
   u32 newest;
   u32 baseline;  // value before the oldest version
   u32 expected;  // what real memory holds unless the host has written it
-  u8 count, home, known, reserved;
+  u8 count, home;
+  u16 reserved;
 };
 
 struct Page {
@@ -48,7 +49,7 @@ struct WeakGroup {
   u64 previous, next;  // active groups
   u64 acquired, acquired_system;
   u32 id, drained;  // list of versions that their wave has waited for
-  u32 ended, device;
+  u32 ended, device, views;
   WeakWave waves[MAX_WAVES];
 };
 
@@ -58,7 +59,7 @@ struct Race {
   u32 store_launch, store_pc, store_group, store_wave;
   u32 missing, size;
 };
-enum Missing : u32 { STORE_WAIT = 1, AGENT_RELEASE = 2, SYSTEM_RELEASE = 4, SYSTEM_ACQUIRE = 8, AGENT_ACQUIRE = 16 };
+enum Missing : u32 { AGENT_RELEASE = 1, SYSTEM_RELEASE = 2, SYSTEM_ACQUIRE = 4, AGENT_ACQUIRE = 8 };
 
 struct WeakSystem {
   u64 now;  // counts events
@@ -79,8 +80,9 @@ struct WeakSystem {
 struct WeakLaunch {
   u64 system;
   u64 device, number;
-  u64 per_wave;        // waves have caches of their own: releases and acquires act for one wave
-  u64 wait_releases;   // a store that has been waited for is at the device
+  u64 acquire_per_wave;  // waves have caches of their own: an acquire acts for one wave, not for its workgroup
+  u64 release_per_wave;  // a release covers other waves' stores only when those waves have waited for them
+  u64 wait_releases;     // a store that has been waited for is at the device
   u64 homes, num_homes;  // u64 triples (start, end, device), sorted
   u64 groups;            // WeakGroup of each workgroup in flight, else 0
 };
@@ -92,7 +94,8 @@ struct Reader {
   WeakSystem* s;
   WeakLaunch* l;
   WeakGroup* g;
-  WeakWave* view;  // whose acquires count
+  WeakWave* view;    // whose acquires count
+  WeakWave* stores;  // whose list new versions join
   Wave* w;
   u32 wave, pc;
 };
@@ -306,10 +309,7 @@ Word* word_of(Reader& r, u64 a, bool make) {
     return nullptr;
   }
   if (!make) return nullptr;
-  if (!word->known) {
-    word->home = home_of(r.l, a & ~3ull);
-    word->known = 1;
-  }
+  word->home = home_of(r.l, a & ~3ull);
   word->expected = word->baseline = real(word);
   return word;
 }
@@ -323,8 +323,8 @@ void compute_floors(WeakSystem* s) {
   }
   for (u64 p = s->groups; p; p = reinterpret_cast<WeakGroup*>(p)->next) {
     auto* g = reinterpret_cast<WeakGroup*>(p);
-    for (auto& view : g->waves) {
-      if (!view.list) break;
+    for (u32 i = 0; i < g->views; i++) {
+      const WeakWave& view = g->waves[i];
       if (view.acquired < s->floor_agent[g->device]) s->floor_agent[g->device] = view.acquired;
       if (view.acquired_system < s->floor_system[g->device]) s->floor_system[g->device] = view.acquired_system;
     }
@@ -425,6 +425,7 @@ COLD WeakGroup* start_group(WeakSystem* s, WeakLaunch* l, Wave* w) {
   auto* g = reinterpret_cast<WeakGroup*>(p);
   g->id = static_cast<u32>(++s->num_groups);
   g->ended = 0;
+  g->views = l->acquire_per_wave ? static_cast<u32>(w->launch->num_waves) : 1;
   g->device = static_cast<u32>(l->device);
   g->acquired = s->now;
   g->acquired_system = s->acquired_system[l->device];
@@ -466,15 +467,18 @@ Reader reader(Wave* w, u64 how) {
   auto* g = reinterpret_cast<WeakGroup*>(reinterpret_cast<u64*>(l->groups)[w->group->number]);
   if (!g) g = start_group(s, l, w);
   u32 wave = static_cast<u32>((reinterpret_cast<u64>(w) - w->group->waves) / w->launch->wave_stride);
-  Reader r{s, l, g, g ? g->waves + (l->per_wave ? wave : 0) : nullptr, w, wave, pc_of(how)};
-  if (g && s->pending && draw(s) % 8 == 0) random_arrival(r);
+  Reader r{s, l, g, nullptr, nullptr, w, wave, pc_of(how)};
+  if (!g) return r;
+  r.view = g->waves + (l->acquire_per_wave ? wave : 0);
+  r.stores = g->waves + (l->release_per_wave ? wave : 0);
+  if (s->pending && draw(s) % 8 == 0) random_arrival(r);
   return r;
 }
 
 COLD void note_race(Reader& r, u64 a, const Version& v) {
   WeakSystem* s = r.s;
   u32 missing = 0;
-  if (v.released_device == NEVER) missing |= r.l->per_wave ? STORE_WAIT : AGENT_RELEASE;
+  if (v.released_device == NEVER) missing |= AGENT_RELEASE;
   if (v.device == r.l->device) {
     if (!missing) missing = AGENT_ACQUIRE;
   } else {
@@ -597,7 +601,7 @@ bool put_bytes(Reader& r, Word* word, u32 value, u8 m, Scope scope) {
       i = add_version(r, word, value, m);
       if (!i) return false;
     }
-    link(s, r.view->list, i);
+    link(s, r.stores->list, i);
     return true;
   }
   flush_word(r, word, scope);
@@ -689,9 +693,9 @@ COLD inline void weak_fence(Wave* w, u32 kind) {
       break;
     case WAIT_STORES:
       if (r.l->wait_releases || own.writeback) {
-        release_list(s, r.view->list);
-      } else if (r.l->per_wave) {
-        for (u32 i; (i = version(s, r.view->list).next) != r.view->list;) link(s, r.g->drained, i);
+        release_list(s, r.stores->list);
+      } else if (r.l->release_per_wave) {
+        for (u32 i; (i = version(s, r.stores->list).next) != r.stores->list;) link(s, r.g->drained, i);
       }
       if (own.writeback) release_list(s, r.g->drained);
       if (own.writeback == WRITEBACK_SYSTEM) release_system(s, static_cast<u32>(device));
@@ -716,7 +720,7 @@ COLD inline void weak_wave_end(Wave* w) {
   if (!r.g) return;
   WeakSystem* s = r.s;
   WeakGroup* g = r.g;
-  if (r.l->per_wave) release_list(s, r.view->list);
+  if (r.l->release_per_wave) release_list(s, r.stores->list);
   if (++g->ended != w->launch->num_waves) return;
   release_list(s, g->waves[0].list);
   release_list(s, g->drained);

@@ -1,0 +1,91 @@
+"""Runs small kernels of several devices together in weak-memory mode."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import numpy as np
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mori_triton.emulator.device import ARCHS, Device
+from mori_triton.emulator.launch import Launch
+from mori_triton.emulator.machine import Event, Machine
+from mori_triton.emulator.module import Module, load_code
+from mori_triton.emulator.weak import WeakMemory
+
+
+@functools.cache
+def compiled(
+    fn, arch: str, signature: tuple[str, ...], constants: tuple[tuple[str, object], ...], num_warps: int
+) -> str:
+    """Assembly text of a kernel: types of its arguments, then its constants."""
+    names = [n for n in fn.arg_names if n not in dict(constants)]
+    types = {**dict(zip(names, signature, strict=True)), **{k: "constexpr" for k, _ in constants}}
+    values = {(fn.arg_names.index(k),): v for k, v in constants}
+    target = GPUTarget("hip", arch, ARCHS[arch][0])
+    source = ASTSource(fn=fn, signature=types, constexprs=values)
+    return triton.compile(source, target=target, options={"num_warps": num_warps}).asm["amdgcn"]
+
+
+@dataclass
+class Litmus:
+    """One run: a machine and its memory. Buffers belong to a device and are visible to all."""
+
+    seed: int
+    num_devices: int = 2
+    arch: str = "gfx1201"
+    quantum: tuple[int, int] = (1, 60)
+    buffers: list = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.machine = Machine(self.seed, quantum=self.quantum)
+        self.weak = WeakMemory(self.seed, self.num_devices, arena_bytes=1 << 24)
+        self.devices = [Device(100 + i, self.arch, 100 + i, f"PE {i}") for i in range(self.num_devices)]
+
+    def buffer(self, device: int, num: int, dtype=np.int32, name: str = "") -> np.ndarray:
+        """Zeroed memory of a device that the kernels of all devices may touch."""
+        memory = np.zeros(num, dtype)
+        self.buffers.append(memory)
+        self.weak.set_home(memory.ctypes.data, memory.nbytes, device)
+        for d in self.devices:
+            d.allow(memory.ctypes.data, memory.nbytes, name or f"buffer {len(self.buffers)}")
+        return memory
+
+    def submit(
+        self,
+        device: int,
+        fn,
+        args,
+        signature: tuple[str, ...],
+        *,
+        grid: int = 1,
+        num_warps: int = 1,
+        edit=None,
+        **constants,
+    ) -> Launch:
+        """Put a kernel in flight. edit: a function on its assembly text."""
+        text = compiled(fn, self.arch, signature, tuple(constants.items()), num_warps)
+        module = Module(load_code(edit(text) if edit else text))
+        launch = Launch(
+            module, (grid, 1, 1), args, num_warps=num_warps, shared=1024, types=signature, device=self.devices[device]
+        )
+        launch.records = self.weak.attach(launch, device)
+        launch.control.weak_records = launch.records.ctypes.data
+        self.machine.submit(launch)
+        return launch
+
+    def run(self, limit: int = 20_000_000) -> None:
+        """Run until every kernel has ended."""
+        while self.machine.launches:
+            event = self.machine.run(1 << 20)
+            if event == Event.FAULT:
+                raise self.machine.fault()[1]
+            if event == Event.FINISHED:
+                self.machine.finished()
+            elif event == Event.QUIET and self.weak.pending():
+                self.weak.drain()
+            elif event in (Event.STUCK, Event.QUIET) or self.machine.instructions > limit:
+                raise AssertionError("\n".join(self.machine.waiting_waves()))
