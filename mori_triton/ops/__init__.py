@@ -8,7 +8,7 @@ from mori_triton.ops.config import (
     expert_owner,
 )
 from mori_triton.ops.dispatch_combine import EpDispatchCombineOp
-from mori_triton.ops.local_expert_count import local_expert_count
+from mori_triton.ops.local_expert_count import local_expert_count, local_expert_count_torch
 
 __all__ = [
     "SUPPORTED_KERNEL_TYPES",
@@ -20,4 +20,5 @@ __all__ = [
     "ep_buffer_layout",
     "expert_owner",
     "local_expert_count",
+    "local_expert_count_torch",
 ]

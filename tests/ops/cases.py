@@ -112,7 +112,9 @@ def ids_of(case: Case, pe: int, index: int, n: int) -> np.ndarray:
 
 
 def payload(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    values = rng.standard_normal(shape).astype(np.float32) * rng.choice([0.01, 1.0, 1.0, 300.0], shape).astype(np.float32)
+    values = rng.standard_normal(shape).astype(np.float32) * rng.choice([0.01, 1.0, 1.0, 300.0], shape).astype(
+        np.float32
+    )
     # a zero that has a sign shows a copy that is none, and a sum that starts wrongly
     values[rng.random(shape) < 0.02] = -0.0
     return reference.from_float32(values, dtype)
@@ -139,14 +141,18 @@ def to_torch(stored: np.ndarray) -> torch.Tensor:
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     tensor = tensor.detach()
-    return (tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()).copy()
+    return (
+        tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
+    ).copy()
 
 
 def to_scales(case: Case, stored: np.ndarray | None) -> torch.Tensor | None:
     if stored is None:
         return None
     dtype = {1: torch.uint8, 2: torch.float16, 4: torch.float32}[case.scales[1]]
-    return torch.from_numpy(stored.copy()).view(dtype).view(len(stored), case.scales[0])
+    if len(stored) == 0:
+        return torch.empty(0, case.scales[0], dtype=dtype)
+    return torch.from_numpy(stored.copy()).view(dtype)
 
 
 def poison(op: ops.EpDispatchCombineOp, *names: str) -> None:
@@ -220,10 +226,15 @@ def combine_round(op: ops.EpDispatchCombineOp, case: Case, pe: int, got: dict[st
 
 def run_case(pe: int, case: Case) -> list[list[dict[str, Any]]]:
     """What a PE runs: `num_ops` ops interleaved. Returns the outcome of every round of every op."""
-    with_ops = [start(case, pe) for _ in range(case.num_ops)]
-    outcomes: list[list[dict[str, Any]]] = [[] for _ in with_ops]
-    for index in range(case.rounds):
-        got = [dispatch_round(op, case, round_of(case, pe, index, i)) for i, op in enumerate(with_ops)]
+    return run_rounds(pe, case, [[round_of(case, pe, i, op) for i in range(case.rounds)] for op in range(case.num_ops)])
+
+
+def run_rounds(pe: int, case: Case, mine: list[list[Round]]) -> list[list[dict[str, Any]]]:
+    """As `run_case`, with this PE's inputs given by [op][round]."""
+    with_ops = [start(case, pe) for _ in mine]
+    outcomes: list[list[dict[str, Any]]] = [[] for _ in mine]
+    for rounds in zip(*mine, strict=True):
+        got = [dispatch_round(op, case, given) for op, given in zip(with_ops, rounds, strict=True)]
         for i, op in enumerate(with_ops):
             outcomes[i].append(combine_round(op, case, pe, got[i]))
     for op in with_ops:
@@ -234,15 +245,20 @@ def run_case(pe: int, case: Case) -> list[list[dict[str, Any]]]:
 def check_case(case: Case, results: list[list[list[dict[str, Any]]]]) -> None:
     """Compare the outcomes of all PEs (indexed by PE) with the numpy reference."""
     for op in range(case.num_ops):
-        highest = [0] * case.num_pes
-        for index in range(case.rounds):
-            sent = [round_of(case, pe, index, op) for pe in range(case.num_pes)]
-            outcomes = [results[pe][op][index] for pe in range(case.num_pes)]
-            wanted = reference.received([r.indices for r in sent], case.experts_per_pe)
-            for pe, got in enumerate(outcomes):
-                highest[pe] = max(highest[pe], got["total"])
-                check_dispatch(case, pe, got, sent, wanted[pe], highest[pe])
-                check_combine(case, pe, got, sent[pe])
+        sent = [[round_of(case, pe, index, op) for pe in range(case.num_pes)] for index in range(case.rounds)]
+        check_rounds(case, sent, [results[pe][op] for pe in range(case.num_pes)])
+
+
+def check_rounds(case: Case, sent: list[list[Round]], results: list[list[dict[str, Any]]]) -> None:
+    """Compare one op's outcomes, [PE][round], with what numpy makes of its inputs, [round][PE]."""
+    highest = [0] * case.num_pes
+    for index, given in enumerate(sent):
+        wanted = reference.received([r.indices for r in given], case.experts_per_pe)
+        for pe in range(case.num_pes):
+            got = results[pe][index]
+            highest[pe] = max(highest[pe], got["total"])
+            check_dispatch(case, pe, got, given, wanted[pe], highest[pe])
+            check_combine(case, pe, got, given[pe])
 
 
 def check_dispatch(

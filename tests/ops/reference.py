@@ -47,7 +47,9 @@ def expert_output(pe: int, stored: np.ndarray) -> np.ndarray:
 
 
 def combined(pe: int, tokens: np.ndarray, indices: np.ndarray, num_pes: int, experts_per_pe: int) -> np.ndarray:
-    """What combine gives back to `pe` for its tokens `[n, h]`: float32 sums over distinct PEs in order, rounded once."""
+    """What combine gives back to `pe` for its tokens `[n, h]`: float32 sums over distinct PEs in order, rounded
+    once.
+    """
     out = np.zeros(tokens.shape, np.float32)
     for token, row in enumerate(indices):
         for owner in owners(row, num_pes, experts_per_pe):

@@ -63,7 +63,7 @@ def combine_reduce_kernel(
     forward_ptr,  # int32 [M, top_k], local: of the dispatch's route kernel
     signals_ptr,  # symmetric int64 [n_pes]
     epoch_ptr,  # int64 [1], local: this round
-    out_ptr,  # [M, h], local
+    out_ptr,  # [M, h], local, aligned to 16 bytes
     out_weights_ptr,  # float32 [M, top_k], local
     num_tokens,
     top_k,
@@ -100,7 +100,7 @@ def combine_reduce_kernel(
                     there = tl.multiple_of(shmem.remote_ptr(ctx, combine_in_ptr, target // capacity), 16)
                     there += row_offset(target % capacity, hidden)
                     row_sum += tl.load(there + offs, mask=mask, other=0.0).to(tl.float32)
-            out = out_ptr + row_offset(token, hidden)
+            out = tl.multiple_of(out_ptr, 16) + row_offset(token, hidden)
             tl.store(out + offs, row_sum.to(out_ptr.dtype.element_ty), mask=mask)
             if combine_in_weights_ptr is not None:  # noqa: SIM102 - Triton decides this one while compiling
                 if piece == 0:

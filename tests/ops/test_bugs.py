@@ -1,0 +1,484 @@
+"""Faults that users of expert-parallel libraries met in public, as tests named after the case's letter and number."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mori_triton import local_world, ops
+from mori_triton.errors import ArgumentError, Deadlock, PeerTimeout, ReceiveOverflow, StateError
+from mori_triton.host import state as host_state
+from mori_triton.ops import combine as combine_module
+from mori_triton.ops import dispatch as dispatch_module
+from mori_triton.ops.kernels import combine as combine_kernels
+from mori_triton.ops.kernels import dispatch as dispatch_kernels
+from tests.ops.cases import (
+    STORED,
+    Case,
+    Round,
+    check_case,
+    check_rounds,
+    combine_round,
+    config_of,
+    dispatch_round,
+    is_poison,
+    payload,
+    poison,
+    round_of,
+    run_case,
+    run_rounds,
+    start,
+)
+
+pytestmark = pytest.mark.cpu
+
+
+def world(num_pes: int, **options: Any) -> Any:
+    return local_world(num_pes, heap_size="16M", **options)
+
+
+def with_ids(case: Case, ids: list[list[list[int]]]) -> list[Round]:
+    """A round with these ids on each PE."""
+    rounds = []
+    for pe, rows in enumerate(ids):
+        rng = np.random.default_rng(pe)
+        indices = np.array(rows, np.int32).reshape(-1, case.top_k)
+        tokens = payload(rng, (len(rows), case.hidden), STORED[case.dtype])
+        weights = rng.random((len(rows), case.top_k)).astype(np.float32) if case.weights else None
+        rounds.append(Round(tokens, indices, weights, None))
+    return rounds
+
+
+def run_sent(case: Case, sent: list[list[Round]], **options: Any) -> list[list[dict[str, Any]]]:
+    """Run rounds given as [round][PE] on one op and check them; outcomes as [PE][round]."""
+
+    def program(pe: int) -> list[list[dict[str, Any]]]:
+        return run_rounds(pe, case, [[given[pe] for given in sent]])
+
+    results = [result[0] for result in world(case.num_pes, **options).run(program)]
+    check_rounds(case, sent, results)
+    return results
+
+
+# -- A: token counts
+
+
+def test_a1_a_pe_without_tokens_returns_what_peers_sent() -> None:
+    case = Case(num_pes=2)
+    sent = with_ids(case, [[], [[0, 1, 5], [2, 2, 2], [4, 5, 3]]])
+
+    def program(pe: int) -> list[dict[str, Any]]:
+        op, outcomes = start(case, pe), []
+        for _ in range(2):
+            # the PE without tokens has no weights to give at all
+            weights = torch.from_numpy(sent[pe].weights) if pe else None
+            indices = torch.from_numpy(sent[pe].indices)
+            tokens = torch.from_numpy(sent[pe].tokens.view(np.int16)).view(torch.bfloat16)
+            _, out_weights, _, _, total = op.dispatch(tokens, weights, None, indices)
+            sources = op.get_dispatch_src_token_pos().tolist()
+            outcomes.append({"total": int(total), "sources": sources, "weights": out_weights[: int(total)].clone()})
+            op.combine(torch.ones(int(total), case.hidden, dtype=torch.bfloat16), None, indices)
+        return outcomes
+
+    for got in world(2).run(program)[0]:
+        assert got["total"] == 2
+        assert sorted(got["sources"]) == [5, 6]
+        for source, row in zip(got["sources"], got["weights"], strict=True):
+            assert row.tolist() == sent[1].weights[source - 5].tolist()
+
+
+def test_a3_a_pe_without_tokens_signals_as_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: dict[str, list[str]] = {}
+    real = dispatch_module.launch
+
+    def recording(kernel: Any, grid: Any, *args: Any, **named: Any) -> Any:
+        launched.setdefault(threading.current_thread().name, []).append(kernel.__name__)
+        return real(kernel, grid, *args, **named)
+
+    monkeypatch.setattr(dispatch_module, "launch", recording)
+    monkeypatch.setattr(combine_module, "launch", recording)
+    case = Case(num_pes=2)
+    run_sent(case, [with_ids(case, [[], [[0, 1, 5]]])])
+    signalling = ["dispatch_copy_kernel", "dispatch_wait_kernel", "combine_copy_kernel", "combine_reduce_kernel"]
+    calls = sorted(launched.values(), key=len)
+    assert calls == [signalling, ["dispatch_route_kernel", *signalling]]
+
+
+def test_a7_pes_that_receive_nothing() -> None:
+    case = Case(num_pes=3, rounds=12)
+    results = run_sent(case, [with_ids(case, [[[0, 1, 2]] * 3] * 3)] * case.rounds)
+    assert [got["total"] for got in results[1] + results[2]] == [0] * 24
+
+
+def test_a9_the_maximum_does_not_change_numbers() -> None:
+    outcomes = []
+    for most in (1, 2, 8, 16, 64, 256):
+        case = Case(max_tokens=most, tokens="one", top_k=3, rounds=2, hidden=24)
+        case_in = Case(max_tokens=5, tokens="one", top_k=3, rounds=2, hidden=24)
+        sent = [[round_of(case_in, pe, index) for pe in range(2)] for index in range(2)]
+        results = run_sent(case, sent)
+        outcomes.append([got["combined"][:1].tobytes() for pe in range(2) for got in results[pe]])
+    assert outcomes == [outcomes[0]] * len(outcomes)
+
+
+def test_a12_overflow_is_dropped_and_reported() -> None:
+    # everything goes to PE 0, which has room for a share of 2 tokens from each of 2 PEs
+    case = Case(num_pes=2, max_tokens=5, top_k=1, config=(("max_total_recv_tokens", 4),))
+    sent = with_ids(case, [[[0]] * 5, [[1]] * 5])
+    one_each = with_ids(case, [[[5]], [[0]]])
+
+    def program(pe: int) -> dict[str, Any]:
+        op = start(case, pe)
+        tokens = torch.from_numpy(sent[pe].tokens.view(np.int16)).view(torch.bfloat16)
+        indices = torch.from_numpy(sent[pe].indices)
+        message = ""
+        try:
+            op.dispatch(tokens, None, None, indices)
+        except ReceiveOverflow as error:
+            message = str(error)
+        total = 4 if pe == 0 else 0
+        sources = op.get_dispatch_src_token_pos().tolist()
+        rows = torch.ones(total, case.hidden, dtype=torch.bfloat16)
+        out, _ = op.combine(rows, None, indices)
+        came_back = out[:5].float().sum(1).tolist()
+        # and the next round is a good one
+        got = dispatch_round(op, case, one_each[pe])
+        return {"message": message, "sources": sources, "back": came_back, "next": combine_round(op, case, pe, got)}
+
+    first, second = world(2).run(program)
+    assert "PE 0 was sent 10 rows, 6 more" in first["message"]
+    assert "max_total_recv_tokens = 4" in first["message"]
+    assert second["message"] == ""
+    assert second["sources"] == []
+    assert len(set(first["sources"])) == 4
+    # rows that found a slot come back, dropped ones are 0
+    back = {(pe, token): value for pe, got in enumerate((first, second)) for token, value in enumerate(got["back"])}
+    kept = {(flat // 5, flat % 5) for flat in first["sources"]}
+    assert back == {source: float(case.hidden) if source in kept else 0.0 for source in back}
+    for name in ("tokens", "indices", "weights"):
+        assert len(first["next"][name]) == 4
+    assert first["next"]["total"] == second["next"]["total"] == 1
+
+
+# -- B: expert indices
+
+
+def test_b1_b6_ids_past_the_end_and_below_zero() -> None:
+    case = Case(num_pes=2, top_k=4, experts_per_pe=3)
+    rows = [[-1, 0, 6, 5], [6, 11, 2**31 - 1, -(2**31)], [-2, 3, 3, 6], [-1, -1, -1, 2]]
+    results = run_sent(case, [with_ids(case, [rows, rows[::-1]])] * 2)
+    assert [results[pe][0]["total"] for pe in range(2)] == [4, 4]
+
+
+def test_b2_padding_counts_for_no_expert() -> None:
+    def program(pe: int) -> None:
+        config = config_of(Case(num_pes=2, top_k=3, experts_per_pe=4), pe)
+        ids = torch.tensor([[0, 3, -1], [-1, -1, -1], [7, 7, 4], [8, -2, 3], [1, 1, 1]], dtype=torch.int32)
+        for rows in (0, 3, 4, 5):
+            counts = torch.full((4,), -7, dtype=torch.int32)
+            ops.local_expert_count(config, ids, torch.tensor([rows], dtype=torch.int32), counts)
+            valid = ids[:rows][ids[:rows] >= 0].numpy()
+            want = np.bincount(valid, minlength=12)[4 * pe : 4 * pe + 4]
+            assert counts.tolist() == want.tolist()
+            assert ops.local_expert_count_torch(config, ids, rows).tolist() == want.tolist()
+
+    world(2).run(program)
+
+
+def test_b2_counts_of_a_real_dispatch() -> None:
+    case = Case(num_pes=2, top_k=4, experts_per_pe=3, weights=False)
+    sent = with_ids(case, [[[0, 0, 5, -1], [1, 2, 3, 4]], [[5, 5, 5, 6], [-1, -1, -1, -1], [2, 3, 3, 3]]])
+
+    def program(pe: int) -> list[int]:
+        op = start(case, pe)
+        tokens = torch.zeros(len(sent[pe].indices), case.hidden, dtype=torch.bfloat16)
+        indices = torch.from_numpy(sent[pe].indices)
+        *_, total = op.dispatch(tokens, None, None, indices, call_local_expert_count=True)
+        op.combine(torch.zeros(int(total), case.hidden, dtype=torch.bfloat16), None, indices)
+        return op.local_expert_count.tolist()
+
+    # of all ids that a PE received, those of its own experts
+    assert world(2).run(program) == [[2, 1, 2], [4, 1, 4]]
+
+
+@pytest.mark.parametrize("top_k", [3, 5, 6, 7, 9, 10, 12])
+def test_b8_top_k_that_does_not_divide_a_wave(top_k: int) -> None:
+    case = Case(num_pes=3, top_k=top_k, max_tokens=21, tokens="full", rounds=1, hidden=8, experts_per_pe=16)
+    check_case(case, world(3).run(run_case, case))
+
+
+def test_b11_several_experts_on_one_pe_send_once() -> None:
+    case = Case(num_pes=2, top_k=4, experts_per_pe=4)
+    results = run_sent(case, [with_ids(case, [[[4, 5, 6, 7], [4, 4, 4, 4]], [[0, 4, 1, 5]] * 2])])
+    assert [results[pe][0]["total"] for pe in range(2)] == [2, 4]
+
+
+# -- C: combine contract
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4, 6, 8, 9, 10])
+def test_c2_c3_weights_or_none_give_the_same_tokens(top_k: int) -> None:
+    sent = [round_of(Case(top_k=top_k, experts_per_pe=5), pe, 0) for pe in range(2)]
+    outputs = []
+    for weights in (True, False):
+        case = Case(top_k=top_k, experts_per_pe=5, weights=weights)
+        given = [Round(r.tokens, r.indices, r.weights if weights else None, None) for r in sent]
+        results = run_sent(case, [given])
+        outputs.append([results[pe][0]["combined"].tobytes() for pe in range(2)])
+    assert outputs[0] == outputs[1]
+
+
+def test_c7_rows_beyond_the_tokens_are_not_written() -> None:
+    case = Case(max_tokens=64)
+    many, few = [[[0, 3, 1]] * 64] * 2, [[[5, 3, 1]] * 8] * 2
+    results = run_sent(case, [with_ids(case, many), with_ids(case, few)])
+    for pe in range(2):
+        assert results[pe][1]["combined"].shape == (64, case.hidden)
+        assert is_poison(results[pe][1]["combined"][8:])
+
+
+def test_c8_hidden_smaller_than_configured() -> None:
+    case = Case(rounds=1)
+
+    def program(pe: int) -> list[dict[str, Any]]:
+        op = start(case, pe, hidden_dim=2880)
+        got = []
+        for hidden in (2880, 24, 8, 7, 1000, 2880):
+            poison(op)
+            host_state.current().bootstrap.barrier("poisoned")
+            width = Case(hidden=hidden, rounds=1)
+            got.append(combine_round(op, width, pe, dispatch_round(op, width, round_of(width, pe, 0))))
+        return got
+
+    results = world(2).run(program)
+    for index, hidden in enumerate((2880, 24, 8, 7, 1000, 2880)):
+        width = Case(hidden=hidden, rounds=1)
+        check_case(width, [[[results[pe][index]]] for pe in range(2)])
+
+
+def test_combine_dtype_may_differ_from_dispatch() -> None:
+    """As an expert kernel that takes float16 and gives float32 would have it."""
+    case = Case(dtype="float16", hidden=24)
+
+    def program(pe: int) -> tuple[torch.Tensor, Round]:
+        op, mine = start(case, pe, max_token_type_size=4), round_of(case, pe, 0)
+        indices = torch.from_numpy(mine.indices)
+        out, *_, total = op.dispatch(torch.from_numpy(mine.tokens), None, None, indices)
+        result, none = op.combine(out[: int(total), :16].float().contiguous() * 0.1, None, indices)
+        assert none is None
+        assert result.dtype == torch.float32
+        assert result.shape == (case.max_tokens, 16)
+        return result[: len(mine.tokens)].clone(), mine
+
+    for result, mine in world(2).run(program):
+        for token, row in enumerate(mine.indices):
+            pes = len(set(row.tolist()) - {-1} and {e // 3 for e in row.tolist()})
+            term = mine.tokens[token, :16].astype(np.float32) * np.float32(0.1)
+            want = term if pes == 1 else term + term
+            assert result[token].numpy().tobytes() == want.tobytes()
+
+
+# -- D: synchronisation, reset
+
+
+def test_d1_d2_exact_with_a_late_pe() -> None:
+    case = Case(num_pes=3, rounds=1)
+
+    def program(pe: int) -> list[list[dict[str, Any]]]:
+        rng, op, got = np.random.default_rng(pe), start(case, pe), []
+        for index in range(15):
+            time.sleep(rng.choice([0.0, 0.0, 0.004]))
+            dispatched = dispatch_round(op, case, round_of(case, pe, index))
+            time.sleep(rng.choice([0.0, 0.0, 0.004]))
+            got.append(combine_round(op, case, pe, dispatched))
+        return got
+
+    results = world(3).run(program)
+    sent = [[round_of(case, pe, index) for pe in range(3)] for index in range(15)]
+    check_rounds(case, sent, results)
+
+
+def test_d3_d9_epoch_counts_rounds_and_counters_end_at_zero() -> None:
+    case = Case(num_pes=2)
+
+    def words(op: ops.EpDispatchCombineOp, name: str, dtype: torch.dtype) -> list[int]:
+        return op._buffers.view(name, dtype, op._layout[name].num_bytes // dtype.itemsize).tolist()
+
+    def program(pe: int) -> None:
+        op = start(case, pe)
+        for index in range(3):
+            combine_round(op, case, pe, dispatch_round(op, case, round_of(case, pe, index)))
+            host_state.current().bootstrap.barrier("round is over")
+            assert words(op, "epoch", torch.int64) == [index + 1]
+            for name in ("dispatch_signals", "combine_signals"):
+                assert words(op, name, torch.int64) == [index + 1] * 2
+            for name in ("dispatch_arrivals", "combine_arrivals", "recv_slots"):
+                assert words(op, name, torch.int32) == [0]
+            host_state.current().bootstrap.barrier("looked")
+        # reset is collective and real
+        op.reset()
+        for name in ("epoch", "dispatch_signals", "combine_signals"):
+            assert set(words(op, name, torch.int64)) == {0}
+        with pytest.raises(StateError, match="no dispatch yet"):
+            op.get_dispatch_src_token_pos()
+        op.close()
+
+    world(2).run(program)
+
+
+def test_d3_the_epoch_is_written_by_one_program_of_one_kernel() -> None:
+    writers = []
+    for module in (dispatch_kernels, combine_kernels):
+        for function in ast.parse(inspect.getsource(module)).body:
+            if isinstance(function, ast.FunctionDef):
+                calls = [n for n in ast.walk(function) if isinstance(n, ast.Call)]
+                stores = [ast.unparse(c) for c in calls if ast.unparse(c.func) in ("tl.store", "tl.atomic_add")]
+                writers += [function.name for text in stores if "epoch_ptr" in text.split(",")[0]]
+    assert writers == ["dispatch_wait_kernel"]
+
+
+def test_d5_no_wait_compares_for_equality() -> None:
+    for module in (dispatch_kernels, combine_kernels):
+        source = inspect.getsource(module)
+        assert "wait_all_ge" in source
+        assert "wait_eq" not in source
+        assert "wait_ne" not in source
+        assert "while " not in source
+
+
+def test_d7_dispatch_alone_in_a_loop_is_refused_and_counts_nothing() -> None:
+    case = Case(num_pes=2)
+
+    def program(pe: int) -> int:
+        op, mine = start(case, pe), round_of(case, pe, 0)
+        got = dispatch_round(op, case, mine)
+        for _ in range(3):
+            with pytest.raises(StateError, match="alternate"):
+                dispatch_round(op, case, mine)
+        op.reset()
+        again = dispatch_round(op, case, mine)
+        assert again["total"] == got["total"]
+        assert sorted(again["sources"]) == sorted(got["sources"])
+        return got["total"]
+
+    assert sum(world(2).run(program)) > 0
+
+
+def test_d8_the_constructor_clears_before_anyone_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(pe: int) -> list[str]:
+        state, log = host_state.current(), []
+
+        def record(owner: Any, name: str) -> None:
+            real = getattr(owner, name)
+            setattr(owner, name, lambda *a, **k: (log.append(name), real(*a, **k))[1])
+
+        for owner, name in (
+            (state.heap, "malloc"),
+            (state.driver, "memset"),
+            (state.driver, "synchronize"),
+            (state.bootstrap, "barrier"),
+        ):
+            record(owner, name)
+        if pe == 1:
+            time.sleep(0.05)
+        ops.EpDispatchCombineOp(config_of(Case(num_pes=2), pe))
+        return log
+
+    for log in world(2).run(program):
+        kept = [name for i, name in enumerate(log) if i == 0 or log[i - 1] != name]
+        assert kept == ["malloc", "memset", "synchronize", "barrier"]
+
+
+def test_d10_any_number_of_programs() -> None:
+    case = Case(num_pes=2, max_tokens=40, tokens="full", hidden=2880, rounds=1)
+
+    def program(pe: int) -> list[list[dict[str, Any]]]:
+        got = []
+        for block_num, warps in ((1, 1), (4096, 4), (3, 2)):
+            op, mine = start(case, pe), round_of(case, pe, 0)
+            assert op.get_launch_config(True, block_num, 0, warps) == (block_num, 0, warps)
+            real_dispatch, real_combine = op.dispatch, op.combine
+            op.dispatch = lambda *a: real_dispatch(*a, block_num=block_num, warp_per_block=warps)  # noqa: B023
+            op.combine = lambda *a: real_combine(*a, block_num=block_num, warp_per_block=warps)  # noqa: B023
+            got.append(combine_round(op, case, pe, dispatch_round(op, case, mine)))
+            op.close()
+        return got
+
+    results = world(2).run(program)
+    for index in range(3):
+        check_case(case, [[[results[pe][index]]] for pe in range(2)])
+
+
+def test_d15_one_round_at_a_time_on_one_op_two_ops_overlap() -> None:
+    case = Case(num_pes=2, num_ops=2, rounds=2)
+    check_case(case, world(2).run(run_case, case))
+    assert issubclass(StateError, RuntimeError)
+    assert issubclass(ArgumentError, ValueError)
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_d20_a_missing_peer_is_named_and_reset_recovers(seed: int | None) -> None:
+    case = Case(num_pes=2, rounds=1)
+
+    def program(pe: int) -> Any:
+        op, message = start(case, pe), ""
+        if pe == 0:
+            with pytest.raises((PeerTimeout, Deadlock)) as caught:
+                dispatch_round(op, case, round_of(case, pe, 0))
+            message = str(caught.value)
+            with pytest.raises(StateError, match="reset"):
+                dispatch_round(op, case, round_of(case, pe, 0))
+        op.reset()
+        poison(op)
+        host_state.current().bootstrap.barrier("poisoned")
+        return message, combine_round(op, case, pe, dispatch_round(op, case, round_of(case, pe, 0)))
+
+    results = world(2, timeout_s=1.0, seed=seed).run(program)
+    message = results[0][0]
+    assert "dispatch_wait_kernel" in message
+    assert "PE 0" in message
+    assert "PE 1" in message
+    assert ">= 1" in message
+    assert "0" in message
+    check_case(case, [[[results[pe][1]]] for pe in range(2)])
+
+
+def test_call_reset_after_combine() -> None:
+    case = Case(num_pes=2, rounds=1)
+
+    def program(pe: int) -> dict[str, Any]:
+        op, mine = start(case, pe), round_of(case, pe, 0)
+        indices = torch.from_numpy(mine.indices)
+        for _ in range(2):
+            tokens = torch.from_numpy(mine.tokens.view(np.int16)).view(torch.bfloat16)
+            *_, total = op.dispatch(tokens, None, None, indices)
+            op.combine(torch.ones(int(total), case.hidden, dtype=torch.bfloat16), None, indices, call_reset=True)
+            assert op._buffers.view("epoch", torch.int64, 1).tolist() == [0]
+        return combine_round(op, case, pe, dispatch_round(op, case, mine))
+
+    results = world(2).run(program)
+    for pe in range(2):
+        assert results[pe]["total"] == len(results[pe]["sources"])
+
+
+def test_tensors_that_need_gradients_are_fine() -> None:
+    def program(pe: int) -> None:
+        op = start(Case(num_pes=1, dtype="float32"), pe)
+        tokens = torch.ones(2, 24, requires_grad=True)
+        weights = torch.ones(2, 3, requires_grad=True)
+        indices = torch.zeros(2, 3, dtype=torch.int32)
+        out, *_, total = op.dispatch(tokens, weights, None, indices)
+        result, _ = op.combine(tokens * 2, weights, indices)
+        assert not result.requires_grad
+        assert int(total) == 2
+        assert not out.requires_grad
+        assert result[:2].tolist() == [[2.0] * 24] * 2
+
+    world(1).run(program)

@@ -1,0 +1,231 @@
+"""Every kernel of the package compiles and links for every target, and its assembly holds what the protocol needs."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+import mori_triton
+from mori_triton.device import probe
+from mori_triton.device.launch import TARGETS, check_linked, get_extern_libs, gpu_target
+from mori_triton.ops import buffers, combine, dispatch, local_expert_count, tuning
+from tests.ops.cases import Case, config_of
+
+pytestmark = pytest.mark.compile
+
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+}
+
+
+class Specimen:
+    """A kernel with the argument types and constants of one launch."""
+
+    def __init__(self, kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self.kernel = kernel
+        self.options = {"num_warps": named.pop("num_warps")}
+        self.signature, self.constants = {}, dict(named)
+        for name, value in zip(kernel.arg_names, args, strict=False):
+            if value is None:
+                self.constants[name] = None
+            else:
+                self.signature[name] = POINTERS[value.dtype] if isinstance(value, torch.Tensor) else "i32"
+
+    def build(self, arch: str) -> Any:
+        """As a launch would compile it: pointers are aligned to 16 bytes, and on HIP less than 2 GiB is behind each."""
+        names, target = self.kernel.arg_names, gpu_target(arch)
+        hints = [["tt.divisibility", 16]] + ([["tt.pointer_range", 32]] if target.backend == "hip" else [])
+        source = ASTSource(
+            fn=self.kernel,
+            signature={**self.signature, **dict.fromkeys(self.constants, "constexpr")},
+            constexprs={(names.index(name),): value for name, value in self.constants.items()},
+            attrs={(names.index(name),): hints for name, kind in self.signature.items() if kind.startswith("*")},
+        )
+        options = {"extern_libs": get_extern_libs(target), **self.options}
+        built = triton.compile(source, target=target, options=options)
+        check_linked(built)
+        return built
+
+    def compile(self, arch: str) -> str:
+        built = self.build(arch)
+        text = built.asm["ptx" if arch.startswith("sm_") else "amdgcn"]
+        # nothing of the library is left to be called, by whatever name
+        assert not re.search(r"\bcall\b[^\n]*mori_shmem|^\s*declare[^\n]*mori_shmem", built.asm["llir"], re.MULTILINE)
+        assert not re.search(r"\.extern \.func|s_swappc|mori_shmem_ctx", text)
+        return text
+
+
+class HostMemory:
+    """Stands for a driver: views of one CPU buffer."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.bytes = torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def tensor(self, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        return self.bytes[address : address + num_bytes].view(dtype).view(shape)
+
+
+def launches(case: Case, monkeypatch: pytest.MonkeyPatch) -> dict[str, Specimen]:
+    """The launches of one round of `case`, by kernel, as the ops make them; none happens."""
+    made: dict[str, Specimen] = {}
+
+    def record(kernel: Any, grid: Any, *args: Any, **named: Any) -> None:
+        made[kernel.__name__] = Specimen(kernel, args, named)
+
+    for module in (dispatch, combine, importlib.import_module("mori_triton.ops.local_expert_count")):
+        monkeypatch.setattr(module, "launch", record)
+    config = config_of(case, 0)
+    layout = buffers.ep_buffer_layout(config)
+    views = buffers.EpBuffers(layout, 0, HostMemory(layout.num_bytes))
+    ctx, n, k = torch.zeros(16, dtype=torch.int64), case.max_tokens, case.top_k
+    tokens = torch.zeros(n, case.hidden, dtype=config.data_type)
+    weights = torch.zeros(n, k) if case.weights else None
+    scales = torch.zeros(n, case.scales[0]) if case.scales[0] else None
+    indices = torch.zeros(n, k, dtype=torch.int32)
+    shape = tuning.launch_config("cuda")
+    given = dispatch.check_dispatch(config, tokens.device, tokens, weights, scales, indices)
+    dispatch.launch_dispatch(views, ctx, config, given, shape)
+    combine.launch_combine(views, ctx, config, tokens, weights, n, shape)
+    counts = torch.zeros(case.experts_per_pe, dtype=torch.int32)
+    local_expert_count(config, indices, torch.zeros(1, dtype=torch.int32), counts)
+    return made
+
+
+FULL = Case(hidden=2880, top_k=8, scales=(4, 4))
+
+
+@pytest.fixture
+def specimens(monkeypatch: pytest.MonkeyPatch) -> dict[str, Specimen]:
+    made = launches(FULL, monkeypatch)
+    ring = Specimen(probe.ring_kernel, (), {"num_warps": 4})
+    ring.signature = dict(probe.RING_SIGNATURE)
+    return {**made, probe.ring_kernel.__name__: ring}
+
+
+def package_kernels() -> set[str]:
+    """Every function of the package that is launched: `@triton.jit`, and by our naming, `*_kernel`."""
+    found = set()
+    for module in pkgutil.walk_packages(mori_triton.__path__, "mori_triton."):
+        if not module.name.rsplit(".", 1)[-1].startswith("_"):
+            for value in vars(importlib.import_module(module.name)).values():
+                if isinstance(value, JITFunction) and value.__module__.startswith("mori_triton"):
+                    found.add(value.__name__)
+    return {name for name in found if name.endswith("_kernel")}
+
+
+def test_no_kernel_is_forgotten(specimens: dict[str, Specimen]) -> None:
+    assert package_kernels() == set(specimens)
+    assert len(specimens) >= 7
+
+
+KERNELS = (
+    "combine_copy_kernel",
+    "combine_reduce_kernel",
+    "dispatch_copy_kernel",
+    "dispatch_route_kernel",
+    "dispatch_wait_kernel",
+    "local_expert_count_kernel",
+    "ring_kernel",
+)
+
+# what the assembly calls things: row loads and stores of 16 bytes; what makes a wave's stores reach the device, the
+# atomic by which a program arrives; system-scope release, signal, poll and acquire; the fetch_add of route
+GFX12 = {
+    "load16": r"(global|buffer)_load_b128",
+    "store16": r"(global|buffer)_store_b128",
+    "device_release": r"global_wb scope:SCOPE_DEV",
+    "arrival": r"global_atomic_add_u32 .* scope:SCOPE_DEV",
+    "release": r"global_wb scope:SCOPE_SYS",
+    "signal": r"global_store_b64 .* scope:SCOPE_SYS",
+    "poll": r"global_load_b64 .* scope:SCOPE_SYS",
+    "acquire": r"global_inv scope:SCOPE_SYS",
+    "add": r"global_atomic_add_u32 .* scope:SCOPE_SYS",
+}
+GFX9 = {
+    "load16": r"(global|buffer)_load_dwordx4",
+    "store16": r"(global|buffer)_store_dwordx4",
+    "device_release": r"buffer_wbl2 sc1",
+    "arrival": r"global_atomic_add v.* sc0$",
+    "release": r"buffer_wbl2 sc0 sc1",
+    "signal": r"global_store_dwordx2 .* sc0 sc1",
+    "poll": r"global_load_dwordx2 .* sc0 sc1",
+    "acquire": r"buffer_inv sc0 sc1",
+    "add": r"global_atomic_add v.*\bsc1",
+}
+SM_90 = {
+    "load16": r"ld\.global\S*\.v4\.b32",
+    "store16": r"st\.global\S*\.v4\.b32",
+    # PTX orders through a barrier; the atomic's own release covers the program
+    "device_release": r"bar\.sync",
+    "arrival": r"atom\.acq_rel\.gpu\.global\.add",
+    "release": r"fence\.acq_rel\.sys",
+    "signal": r"st\.relaxed\.sys\.global\.u64",
+    "poll": r"ld\.relaxed\.sys\.global\.u64",
+    "acquire": r"fence\.acq_rel\.sys",
+    "add": r"atom\S*\.relaxed\.sys\S*\.add\.[us]32|atom\S*\.sys\.relaxed\S*\.add\.[us]32|atom\.global\.sys\.relaxed\.add",
+}
+# its first-level cache writes through, so a wait for the stores is the whole release
+GFX1201 = {**GFX12, "device_release": r"s_wait_storecnt 0x0"}
+WORDS = {"gfx1201": GFX1201, "gfx1250": GFX12, "gfx942": GFX9, "gfx950": GFX9, "sm_90": SM_90}
+SENDS = ("load16", "store16", "device_release", "arrival", "release", "signal")
+NEEDS = {
+    "dispatch_route_kernel": ("add",),
+    "dispatch_copy_kernel": SENDS,
+    "dispatch_wait_kernel": ("poll", "acquire"),
+    "combine_copy_kernel": SENDS,
+    "combine_reduce_kernel": ("poll", "acquire", "load16", "store16"),
+}
+
+
+@pytest.mark.parametrize("arch", sorted(TARGETS))
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles_links_and_orders(name: str, arch: str, specimens: dict[str, Specimen]) -> None:
+    lines = specimens[name].compile(arch).splitlines()
+    at = {what: [i for i, line in enumerate(lines) if re.search(word, line)] for what, word in WORDS[arch].items()}
+    for what in NEEDS.get(name, ()):
+        assert at[what], f"no {what} ({WORDS[arch][what]})"
+    if NEEDS.get(name) == SENDS:
+        arrival, signal = min(at["arrival"]), max(at["signal"])
+        last_row = max(i for i in at["store16"] if i < arrival)
+        assert any(last_row < i < arrival for i in at["device_release"])
+        assert any(arrival < i < signal for i in at["release"])
+    if name == "combine_reduce_kernel":
+        # after the last poll every wave acquires, before it loads the first row
+        first_row = min(i for i in at["load16"] if i > min(at["poll"]))
+        assert any(min(at["poll"]) < i < first_row for i in at["acquire"])
+
+
+@pytest.mark.parametrize(
+    ("hidden", "dtype", "width", "too_wide"),
+    [
+        (2880, "float32", "b128", ""),
+        (12, "bfloat16", "b64", "b128"),
+        (6, "bfloat16", "b32", "b(64|128)"),
+        (7, "float16", "b16", "b(32|64|128)"),
+    ],
+)
+def test_row_copies_are_as_wide_as_rows_allow(
+    hidden: int, dtype: str, width: str, too_wide: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = launches(Case(hidden=hidden, dtype=dtype, weights=False), monkeypatch)
+    lines = made["combine_copy_kernel"].compile("gfx1201").splitlines()
+    # rows come before the arrival, signals and error records after it
+    arrival = min(i for i, line in enumerate(lines) if re.search(GFX1201["arrival"], line))
+    rows = "\n".join(lines[:arrival])
+    assert re.search(rf"(global|buffer)_load_(d16_)?{width}\b", rows)
+    assert re.search(rf"(global|buffer)_store_{width}\b", rows)
+    assert not too_wide or not re.search(rf"(global|buffer)_store_{too_wide}\b", rows)

@@ -1,0 +1,67 @@
+"""The same with one process per PE: heaps in shared memory, every process its own emulated GPU."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import traceback
+from typing import Any
+
+import pytest
+
+from tests.ops.cases import Case, check_case, run_case
+
+pytestmark = pytest.mark.cpu
+
+
+def pe_main(pe: int, num_pes: int, unique_id: bytes, work: list[Case], results: Any) -> None:
+    """A PE's process."""
+    try:
+        from mori_triton import emulator, shmem
+
+        emulator.activate("gfx1201")
+        shmem.shmem_init_attr(shmem.MORI_SHMEM_INIT_WITH_UNIQUEID, pe, num_pes, unique_id)
+        outcome = [run_case(pe, case) for case in work]
+        shmem.shmem_finalize()
+        results.send(outcome)
+    except BaseException:
+        results.send(traceback.format_exc())
+        raise
+
+
+def run_processes(num_pes: int, work: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    from mori_triton import shmem
+
+    monkeypatch.setenv("MORI_SHMEM_HEAP_SIZE", "16M")
+    context = multiprocessing.get_context("spawn")
+    unique_id = shmem.shmem_get_unique_id()
+    pipes = [context.Pipe(duplex=False) for _ in range(num_pes)]
+    processes = [
+        context.Process(target=pe_main, args=(pe, num_pes, unique_id, work, pipes[pe][1]), daemon=True)
+        for pe in range(num_pes)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        outcomes = []
+        for pe, (reader, _) in enumerate(pipes):
+            assert reader.poll(120), f"PE {pe} says nothing"
+            outcomes.append(reader.recv())
+            assert not isinstance(outcomes[-1], str), outcomes[-1]
+    finally:
+        for process in processes:
+            process.join(20)
+            process.kill()
+    assert [p.exitcode for p in processes] == [0] * num_pes
+    for index, case in enumerate(work):
+        check_case(case, [outcome[index] for outcome in outcomes])
+
+
+@pytest.mark.parametrize("num_pes", [1, 2, 4])
+def test_one_process_per_pe(num_pes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = [
+        Case(num_pes=num_pes, hidden=24, top_k=3, scales=(5, 4)),
+        Case(num_pes=num_pes, hidden=2880, top_k=8, tokens="zero", routing="out_of_range", dtype="float16"),
+        Case(num_pes=num_pes, num_ops=2, routing="duplicates", weights=False),
+    ]
+    run_processes(num_pes, work, monkeypatch)
