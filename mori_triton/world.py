@@ -91,8 +91,8 @@ class LocalWorld:
     def run(self, program: Callable[..., Any], *args: Any) -> list[Any]:
         """`program(pe, *args)` on every PE, with `mori_triton.shmem` initialised for it; the results, indexed by PE.
 
-        Raises: the first error of a PE, with the PE named; the other PEs are ended. `PeerTimeout` for a wait in a kernel
-        that reached its limit, `Deadlock` when nothing can change any more; both list who waits for what.
+        Raises: the first error of a PE, with the PE named; the other PEs are ended. `PeerTimeout` for a wait in a
+        kernel that reached its limit, `Deadlock` when nothing can change any more; both list who waits for what.
         """
         require(callable(program), "program", "a function of the PE's number", type(program).__name__)
         return _Run(self, program, args).results()
@@ -157,7 +157,7 @@ class _Run:
             ]
             self.group = ThreadGroup(world.n, timeout_s=self.settings.wait_timeout_s + 2 * _GRACE_S)
         else:
-            self.coordinator = scheduler.Coordinator(world.n, world.seed, self._report)
+            self.coordinator = scheduler.Coordinator(world.n, world.seed, self._report, weak_memory=world.weak_memory)
             self.executors = list(self.coordinator.hosts)
             self.group = ThreadGroup(world.n, timeout_s=self.settings.wait_timeout_s, wait=scheduler.host_wait)
 
@@ -211,6 +211,12 @@ class _Run:
         for region in regions:
             device.allow(region.address, region.num_bytes, region.name)
         device.set_global(abi.CONTEXT_SYMBOL, here.heap.ctx_address.to_bytes(8, "little"))
+        # in weak-memory mode a store to a PE's memory is in real memory once it has reached that PE
+        weak = self.coordinator.weak if self.coordinator is not None else None
+        if weak is not None:
+            for region in regions:
+                if region.pe == here.pe:
+                    weak.set_home(region.address, region.num_bytes, here.pe)
         self.states[here.pe] = here
 
         def detach() -> None:
@@ -219,6 +225,8 @@ class _Run:
             device.set_global(abi.CONTEXT_SYMBOL, bytes(8))
             for region in regions:
                 device.disallow(region.address)
+                if weak is not None and region.pe == here.pe:
+                    weak.forget(region.address, region.num_bytes)
 
         return detach
 

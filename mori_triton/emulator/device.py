@@ -105,7 +105,8 @@ def acquire(arch: str, n: int) -> list[Device]:
     """`n` devices that nobody else uses; slot 0 stays the default device's. Give them back with `release`."""
     check_arch(arch)
     with _lock:
-        found, slot = [], 1
+        found: list[Device] = []
+        slot = 1
         while len(found) < n:
             device = _get(arch, slot)
             if not device.in_use:

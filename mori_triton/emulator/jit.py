@@ -1,8 +1,8 @@
 """Machine code from LLVM IR: one engine a process, objects kept on disk.
 
 An object file on disk is named by everything that decides its content: the source text or bitcode, the lifter's own
-sources, the versions of llvmlite and LLVM, the host CPU and the optimisation level. So it is never stale, only unused. A
-file is written beside its place and renamed, and carries a checksum: a damaged one is built again.
+sources, the versions of llvmlite and LLVM, the host CPU and the optimisation level. So it is never stale, only unused.
+A file is written beside its place and renamed, and carries a checksum: a damaged one is built again.
 """
 
 from __future__ import annotations

@@ -72,7 +72,9 @@ def _kernel_type(module: Module, types: Sequence[str] | None, num_warps: int, sh
         return int(directives.get(name, "0"), 0)
 
     # one format for the whole argument block, with the gaps as padding
-    text, formats, hidden, at = "<", [], [], 0
+    text, at = "<", 0
+    formats: list[str] = []
+    hidden: list[str] = []
     for offset, size, kind in sorted(code.args):
         text += f"{offset - at}x"
         at = offset + size
@@ -194,6 +196,8 @@ class Launch:
         self.address = ctypes.addressof(self.control)
         self.arena: np.ndarray | None = None
         self.resident = 0
+        # what each wave's WEAK word becomes, uint64 [workgroups * waves]; None: ordinary memory
+        self.weak_records: np.ndarray | None = None
         self.kernarg = aligned_buffer(kind.kernarg_bytes + 64)
         self._keep = list(args)
         self.named_ranges = self._pack(args, names, scratch)
@@ -229,7 +233,7 @@ class Launch:
                 ranges.append((area.ctypes.data, area.ctypes.data + len(area), "Triton's scratch"))
             values.append(area.ctypes.data if len(area) else 0)
         values += [self._hidden(name) for name in kind.hidden]
-        kind.pack.pack_into(self.kernarg, 0, *values)
+        kind.pack.pack_into(self.kernarg.data, 0, *values)
         start = self.kernarg.ctypes.data
         ranges.append((start, start + len(self.kernarg), "the kernel's arguments"))
         data = self.module.address
@@ -259,7 +263,7 @@ class Launch:
         self.arena, self.resident = arena, resident
         merged = merge([*(self.device.ranges if self.device else ()), *self.named_ranges])
         self._table = np.array(merged, np.uint64)
-        self._free = np.arange(resident - 1, -1, -1, np.uint64)
+        self._free = np.arange(resident - 1, -1, -1, dtype=np.uint64)
         template = bytearray(kind.template)
         kernarg = self.kernarg.ctypes.data
         struct.pack_into("<Q", template, 4 * kind.kernarg_register, kernarg)
@@ -272,6 +276,8 @@ class Launch:
         control.slots, control.wave_template = arena.ctypes.data, ctypes.addressof(self._template)
         control.free_slots, control.num_free = self._free.ctypes.data, resident
         control.warp_size, control.first_wave = self.module.code.warp_size, first_wave
+        if self.weak_records is not None:
+            control.weak_records = self.weak_records.ctypes.data
         control.id_x, control.id_y, control.id_z = kind.ids
 
     # ------------------------------------------------------------------------------------------------ reports

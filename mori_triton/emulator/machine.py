@@ -166,10 +166,12 @@ class Machine:
         kind, index = wave.get(lay.FAULT) & 0xFFFFFFFF, wave.get(lay.FAULT_PC) & 0xFFFFFFFF
         where = wave.describe(index)
         bad = wave.get(lay.FAULT_ADDR)
-        if kind == 4:
+        if kind in (4, 7):
             return launch, KernelFault(f"{lay.FAULTS[kind]}: {where}")
         near = f"; {launch.nearest(bad)}" if kind in (1, 3) else ""
-        return launch, KernelFault(f"{lay.FAULTS[kind]}: address {bad:#x} in {where}{near}")
+        size = wave.get(lay.FAULT_SIZE)
+        access = f"{size} bytes at {bad:#x}" if size else f"address {bad:#x}"
+        return launch, KernelFault(f"{lay.FAULTS[kind]}: {access}, {where}{near}")
 
     def waiting_waves(self, launches: Sequence[Launch] | None = None, limit: int = 16) -> list[str]:
         """One line per wave that has not ended: kernel, PE, workgroup, wave, line, instruction."""

@@ -86,10 +86,10 @@ def _lift(text: str, entry: str) -> tuple[str, dict[str, Any]]:
         arch=program.arch,
         warp_size=program.warp_size,
         directives=dict(program.directives),
-        args=[tuple(a) for a in program.args],
+        args=list(program.args),
         data=bytes(program.data),
         symbols=dict(program.symbols),
-        relocs=[tuple(r) for r in program.relocs],
+        relocs=list(program.relocs),
         got=dict(lifter.got),
         labels={name: program.labels[name] for name in {program.name, *program.functions} & set(program.labels)},
         num_vregs=lifter.num_vregs,
@@ -119,7 +119,7 @@ class Module:
         self.address = self.data.ctypes.data
         self.data[: len(code.data)] = np.frombuffer(code.data, np.uint8)
         for offset, symbol, addend in [*code.relocs, *((offset, symbol, 0) for symbol, offset in code.got.items())]:
-            struct.pack_into("<Q", self.data, offset, self._address(symbol) + addend)
+            struct.pack_into("<Q", self.data.data, offset, self._address(symbol) + addend)
         self.plans: dict[Any, Any] = {}  # launch layouts, see launch.py
 
     def _address(self, symbol: str) -> int:

@@ -15,7 +15,8 @@ from typing import Protocol
 
 from mori_triton.emulator.launch import Launch
 from mori_triton.emulator.machine import Event, Machine
-from mori_triton.errors import Deadlock, MoriError, PeerTimeout, StateError
+from mori_triton.emulator.weak import WeakMemory
+from mori_triton.errors import Deadlock, MoriError, PeerTimeout, StateError, WeakMemoryError
 
 SLICE = 50_000_000  # instructions between two looks at the interpreter's signals
 
@@ -126,8 +127,9 @@ class Coordinator:
     virtual time has passed every limit.
     """
 
-    def __init__(self, n: int, seed: int, reports: Callable[[], list[str]] = list):
+    def __init__(self, n: int, seed: int, reports: Callable[[], list[str]] = list, *, weak_memory: bool = False):
         self.machine = Machine(seed)
+        self.weak = WeakMemory(seed, n) if weak_memory else None
         self.hosts = [SeededHost(self, i) for i in range(n)]
         self.failure: BaseException | None = None
         self.reports = reports
@@ -162,6 +164,8 @@ class Coordinator:
     def submit(self, host: SeededHost, launch: Launch) -> None:
         """Put a host's launch in flight."""
         self.check()
+        if self.weak is not None and launch.num_groups:
+            launch.weak_records = self.weak.attach(launch, host.index)
         self.machine.submit(launch)
         if launch.control.ended:
             host.state = "ready"
@@ -224,16 +228,23 @@ class Coordinator:
         elif event in (Event.QUIET, Event.STUCK):
             if not alone:
                 self._device_idle = True
+            elif self.weak is not None and self.weak.pending():
+                self.weak.drain()
             elif not self._jumped and event == Event.QUIET:
                 # waits with a limit write their records and end; the others stay
                 machine.jump_clock()
                 self._jumped = True
             else:
-                waves = [*self.reports(), *machine.waiting_waves()]
+                waves = [*self.reports(), *machine.waiting_waves(), *(self.weak.races() if self.weak else ())]
                 self._give_up(Deadlock(_listing("nothing can change any more", waves)), me)
 
     def _finish(self, launch: Launch, error: BaseException | None) -> None:
         host = self._owners.pop(launch)
+        if self.weak is not None and error is None:
+            try:
+                self.weak.raise_races()
+            except WeakMemoryError as race:
+                error = race
         host.error, host.state = error, "ready"
 
     def _after_jump(self, me: SeededHost | None) -> None:
@@ -270,7 +281,7 @@ def bind(executor: Executor | None) -> None:
 
 
 def host_wait(predicate: Callable[[], bool], what: object) -> None:
-    """`SeededHost.wait` of the calling thread: others run until `predicate()` holds; `str(what)` says who is missing."""
+    """`SeededHost.wait` of the calling thread: others run until `predicate()` holds; `str(what)` is for reports."""
     executor = current()
     assert isinstance(executor, SeededHost), "only the PEs of a seeded world wait like this"
     executor.wait(predicate, what)
