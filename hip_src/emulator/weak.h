@@ -68,6 +68,7 @@ struct WeakSystem {
   u64 arena, arena_end;                       // pages and groups
   u64 table, table_mask, num_pages;           // open-addressing hash of Page*
   u64 groups, free_groups, num_groups;        // active and free WeakGroup lists, next unique number
+  u64 launches;                               // in flight
   u64 pending;                                // versions that have not arrived at the system
   u64 floors_at;                              // when the floors were computed
   u64 num_devices, num_races, lost_races, last_page;
@@ -85,6 +86,10 @@ struct WeakLaunch {
   u64 wait_releases;     // a store that has been waited for is at the device
   u64 homes, num_homes;  // u64 triples (start, end, device), sorted
   u64 groups;            // WeakGroup of each workgroup in flight, else 0
+  u64 num_groups, ended;
+  u64 previous, next;             // launches in flight
+  u64 acquired, acquired_system;  // its start
+  u64 unreleased;                 // list of versions of its ended workgroups; 0: not started
 };
 
 INLINE WeakLaunch* weak_launch(Wave* w) { return reinterpret_cast<WeakLaunch*>(memory_of(w)->weak); }
@@ -321,13 +326,18 @@ void compute_floors(WeakSystem* s) {
     s->floor_agent[d] = s->now;
     s->floor_system[d] = s->acquired_system[d];
   }
+  auto lower = [&](u64 d, u64 acquired, u64 acquired_system) {
+    if (acquired < s->floor_agent[d]) s->floor_agent[d] = acquired;
+    if (acquired_system < s->floor_system[d]) s->floor_system[d] = acquired_system;
+  };
+  // workgroups that have not started yet see what their launch does
+  for (u64 p = s->launches; p; p = reinterpret_cast<WeakLaunch*>(p)->next) {
+    auto* l = reinterpret_cast<WeakLaunch*>(p);
+    lower(l->device, l->acquired, l->acquired_system);
+  }
   for (u64 p = s->groups; p; p = reinterpret_cast<WeakGroup*>(p)->next) {
     auto* g = reinterpret_cast<WeakGroup*>(p);
-    for (u32 i = 0; i < g->views; i++) {
-      const WeakWave& view = g->waves[i];
-      if (view.acquired < s->floor_agent[g->device]) s->floor_agent[g->device] = view.acquired;
-      if (view.acquired_system < s->floor_system[g->device]) s->floor_system[g->device] = view.acquired_system;
-    }
+    for (u32 i = 0; i < g->views; i++) lower(g->device, g->waves[i].acquired, g->waves[i].acquired_system);
   }
 }
 
@@ -408,9 +418,40 @@ u32 add_version(Reader& r, Word* word, u32 value, u8 bytes) {
   return i;
 }
 
+// circular lists: all of `from` to the end of `list`
+void join(WeakSystem* s, u32 list, u32 from) {
+  Version &to = version(s, list), &head = version(s, from);
+  if (head.next == from) return;
+  version(s, head.next).previous = to.previous;
+  version(s, to.previous).next = head.next;
+  version(s, head.previous).next = list;
+  to.previous = head.previous;
+  head.previous = head.next = from;
+}
+
+// the caches are clean when a kernel starts; its workgroups may find what earlier ones of the same kernel left there
+void start_launch(WeakSystem* s, WeakLaunch* l) {
+  l->unreleased = new_version(s);
+  if (!l->unreleased) return;
+  l->acquired = s->now;
+  l->acquired_system = s->acquired_system[l->device];
+  l->next = s->launches;
+  if (s->launches) reinterpret_cast<WeakLaunch*>(s->launches)->previous = reinterpret_cast<u64>(l);
+  s->launches = reinterpret_cast<u64>(l);
+}
+
+void end_launch(WeakSystem* s, WeakLaunch* l) {
+  release_list(s, static_cast<u32>(l->unreleased));
+  free_version(s, static_cast<u32>(l->unreleased));
+  (l->previous ? reinterpret_cast<WeakLaunch*>(l->previous)->next : s->launches) = l->next;
+  if (l->next) reinterpret_cast<WeakLaunch*>(l->next)->previous = l->previous;
+}
+
 INLINE u64 aligned(u64 n) { return (n + 63) & ~63ull; }
 
 COLD WeakGroup* start_group(WeakSystem* s, WeakLaunch* l, Wave* w) {
+  if (!l->unreleased) start_launch(s, l);
+  if (!l->unreleased || s->pool_used + MAX_WAVES + 1 > s->pool_size) return nullptr;
   u64 p = s->free_groups;
   if (p) {
     s->free_groups = reinterpret_cast<WeakGroup*>(p)->next;
@@ -427,8 +468,8 @@ COLD WeakGroup* start_group(WeakSystem* s, WeakLaunch* l, Wave* w) {
   g->ended = 0;
   g->views = l->acquire_per_wave ? static_cast<u32>(w->launch->num_waves) : 1;
   g->device = static_cast<u32>(l->device);
-  g->acquired = s->now;
-  g->acquired_system = s->acquired_system[l->device];
+  g->acquired = l->acquired;
+  g->acquired_system = l->acquired_system;
   for (auto& wave : g->waves) {
     wave.acquired = g->acquired;
     wave.acquired_system = g->acquired_system;
@@ -714,23 +755,21 @@ COLD inline void weak_fence(Wave* w, u32 kind) {
   }
 }
 
-// the end of a kernel releases at agent scope
+// The end of a kernel releases at agent scope: the kernel's, not the workgroup's.
 COLD inline void weak_wave_end(Wave* w) {
   Reader r = reader(w, 0);
   if (!r.g) return;
   WeakSystem* s = r.s;
   WeakGroup* g = r.g;
-  if (r.l->release_per_wave) release_list(s, r.stores->list);
+  const u32 list = static_cast<u32>(r.l->unreleased);
+  if (r.l->release_per_wave) join(s, list, r.stores->list);
   if (++g->ended != w->launch->num_waves) return;
-  release_list(s, g->waves[0].list);
-  release_list(s, g->drained);
-  if (g->previous) {
-    reinterpret_cast<WeakGroup*>(g->previous)->next = g->next;
-  } else {
-    s->groups = g->next;
-  }
+  join(s, list, g->waves[0].list);
+  join(s, list, g->drained);
+  (g->previous ? reinterpret_cast<WeakGroup*>(g->previous)->next : s->groups) = g->next;
   if (g->next) reinterpret_cast<WeakGroup*>(g->next)->previous = g->previous;
   g->next = s->free_groups;
   s->free_groups = reinterpret_cast<u64>(g);
   reinterpret_cast<u64*>(r.l->groups)[w->group->number] = 0;
+  if (++r.l->ended == r.l->num_groups) end_launch(s, r.l);
 }

@@ -163,8 +163,9 @@ class Memory(Lds):
         return kinds is not None
 
     def fence_kinds(self, ins: Inst, base: str) -> list[int] | None:
-        m, texts = ins.mods, " ".join([*ins.ops, *map(str, ins.mods)])
-        level = self.scope(m, atomic=False)
+        # without operands the parser takes the first modifier for one
+        texts = " ".join([*ins.ops, *map(str, ins.mods)])
+        level = self.scope({**dict.fromkeys(ins.ops, True), **ins.mods}, atomic=False)
         if re.match(r"global_(wb|inv|wbinv)$", base) or base in ("buffer_wbl2", "buffer_inv"):
             kinds = []
             if "wb" in base and level:

@@ -1,7 +1,7 @@
 """Weak-memory mode: stores reach other workgroups and devices late, and loads that could see an old value are reported.
 
-The model is C++ (hip_src/emulator/weak.h), the rules are in docs/emulator.md. One `WeakMemory` belongs to one machine: all
-PEs in one process, exactly one thread at a time. It draws from its own seed, so a run repeats.
+The model is C++ (hip_src/emulator/weak.h), the rules are in docs/emulator.md. One `WeakMemory` belongs to one machine:
+all PEs in one process, exactly one thread at a time. It draws from its own seed, so a run repeats.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mori_triton.emulator.module import Code
 
 MAX_DEVICES, MAX_RACES = 64, 64
-_PAGE_BYTES, _VERSION_BYTES, _RECORD_BYTES = 8192, 88, 1024
+_PAGE_BYTES, _VERSION_BYTES = 8192, 80
 AGENT_RELEASE, SYSTEM_RELEASE, SYSTEM_ACQUIRE, AGENT_ACQUIRE = 1, 2, 4, 8
 
 
@@ -50,7 +50,7 @@ class _System(ctypes.Structure):
 
     _fields_ = [
         *_words("now rng pool pool_size pool_used pool_free arena arena_end table table_mask num_pages groups"),
-        *_words("free_groups num_groups pending floors_at num_devices num_races lost_races last_page"),
+        *_words("free_groups num_groups launches pending floors_at num_devices num_races lost_races last_page"),
         *(
             (name, ctypes.c_uint64 * MAX_DEVICES)
             for name in ("acquired_system", "floor_agent", "floor_system", "lists")
@@ -62,7 +62,10 @@ class _System(ctypes.Structure):
 class _Launch(ctypes.Structure):
     """`WeakLaunch` of weak.h."""
 
-    _fields_ = _words("system device number acquire_per_wave release_per_wave wait_releases homes num_homes groups")
+    _fields_ = _words(
+        "system device number acquire_per_wave release_per_wave wait_releases homes num_homes groups num_groups ended "
+        "previous next acquired acquired_system unreleased"
+    )
 
 
 @functools.cache
@@ -149,6 +152,7 @@ class WeakMemory:
             homes=self._homes.ctypes.data,
             num_homes=len(self._homes),
             groups=groups.ctypes.data,
+            num_groups=launch.num_groups,
         )
         ranges = [*(launch.device.ranges if launch.device else ()), *launch.named_ranges]
         self._launches.append((record, groups, launch.module.code, sorted(ranges)))

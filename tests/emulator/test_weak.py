@@ -1,0 +1,452 @@
+"""Litmus tests of the weak-memory mode: what is synchronised is clean under every seed, what is not is reported."""
+
+import ctypes
+
+import numpy as np
+import pytest
+import triton
+import triton.language as tl
+
+from mori_triton.emulator import jit, weak
+from mori_triton.errors import ArgumentError, KernelFault, WeakMemoryError
+from tests.emulator.litmus import Litmus
+
+pytestmark = pytest.mark.cpu
+
+ARCHS = ["gfx1201", "gfx942", "gfx950", "gfx1250"]
+CLEAN_SEEDS, BROKEN_SEEDS = range(50), range(5)
+N = 64
+WANTED = np.arange(1, N + 1)
+POINTERS2, POINTERS3 = ("*i32",) * 2, ("*i32",) * 3
+
+
+@triton.jit
+def _send(data, flag, SEM: tl.constexpr, SCOPE: tl.constexpr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    tl.store(data + offs, offs + 1)
+    tl.debug_barrier()
+    tl.atomic_xchg(flag, 1, sem=SEM, scope=SCOPE)
+
+
+@triton.jit
+def _receive(data, flag, out, SEM: tl.constexpr, SCOPE: tl.constexpr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    while tl.atomic_add(flag, 0, sem=SEM, scope=SCOPE) == 0:
+        pass
+    tl.debug_barrier()
+    tl.store(out + offs, tl.load(data + offs))
+
+
+def message(
+    seed, release="release sys", acquire="acquire sys", *, home=1, arch="gfx1201", num_warps=1, edits=(None, None)
+):
+    """PE 0 sends N words and a flag to PE 1, or leaves them in its own memory (home 0). -> (races, words as wanted)"""
+    run = Litmus(seed, arch=arch)
+    data, flag, out = run.buffer(home, N, name="data"), run.buffer(1, 1, name="flag"), run.buffer(1, N, name="out")
+    out[:] = -1
+    (s, sc), (r, rc) = release.split(), acquire.split()
+    run.submit(0, _send, (data, flag), POINTERS2, num_warps=num_warps, edit=edits[0], SEM=s, SCOPE=sc, N=N)
+    run.submit(1, _receive, (data, flag, out), POINTERS3, num_warps=num_warps, edit=edits[1], SEM=r, SCOPE=rc, N=N)
+    run.run()
+    return run.weak.races(), (out == WANTED).all()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("num_warps", [1, 4])
+def test_message_is_clean_when_synchronised(arch, num_warps):
+    seeds = CLEAN_SEEDS if arch == "gfx1201" else range(12)
+    for seed in seeds:
+        for home in (0, 1):
+            races, right = message(seed, arch=arch, home=home, num_warps=num_warps)
+            assert not races, (seed, home, races[0])
+            assert right, (seed, home)
+
+
+BROKEN = [
+    ("relaxed sys", "acquire sys", "release of system scope on PE 0"),
+    ("release gpu", "acquire sys", "release of system scope on PE 0"),
+    ("release sys", "relaxed sys", "acquire of system scope on PE 1"),
+    ("release sys", "acquire gpu", "acquire of system scope on PE 1"),
+]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("release", "acquire", "missing"), BROKEN)
+def test_message_with_weak_synchronisation_is_reported(arch, release, acquire, missing):
+    for seed in BROKEN_SEEDS:
+        for home in (0, 1):
+            races, _ = message(seed, release, acquire, arch=arch, home=home)
+            assert races, f"seed {seed}, data at PE {home}: nothing reported"
+            assert missing in races[0]
+
+
+@pytest.mark.parametrize(("release", "acquire"), [case[:2] for case in BROKEN])
+def test_racing_loads_return_old_and_new_values(release, acquire):
+    outcomes = {message(seed, release, acquire)[1] for seed in range(40)}
+    assert False in outcomes, "every load saw the new value"
+
+
+def test_report_names_load_store_and_what_is_missing():
+    (text, *_), _ = message(1, "relaxed sys")
+    first, second, third, missing = text.splitlines()
+    assert first.startswith("_receive of PE 1, workgroup 0, wave 0, line ")
+    assert "buffer_load" in first or "global_load" in first
+    assert second.startswith("  loads 0x")
+    assert "of data [0x" in second
+    assert third.startswith("  _send of PE 0, workgroup 0, wave 0, line ")
+    assert "store" in third
+    assert missing.startswith("  missing: ")
+
+
+def _without(word, after=""):
+    """Drop the instructions that contain `word`, from the first line that contains `after` on."""
+
+    def edit(text):
+        lines, armed, dropped = [], not after, 0
+        for line in text.splitlines():
+            armed |= bool(after) and after in line
+            if armed and word in line.split(";")[0]:
+                dropped += 1
+            else:
+                lines.append(line)
+        assert dropped, f"no {word}"
+        return "\n".join(lines)
+
+    return edit
+
+
+@pytest.mark.parametrize("word", ["global_wb", "s_wait_storecnt"])
+def test_dropped_release_instruction_is_reported(word):
+    for seed in BROKEN_SEEDS:
+        races, _ = message(seed, edits=(_without(word), None))
+        assert races, seed
+
+
+def test_barrier_does_not_wait_for_other_waves_stores():
+    """One wave releases for its workgroup, the other has not waited for its stores."""
+    for seed in BROKEN_SEEDS:
+        races, _ = message(seed, num_warps=2, edits=(_only_in_first_wave_waits, None))
+        assert any("_send of PE 0, workgroup 0, wave 1" in race for race in races), seed
+        assert not any("_send of PE 0, workgroup 0, wave 0" in race for race in races), seed
+
+
+def _only_in_first_wave_waits(text):
+    """Keep the wait that belongs to the write-back, which one lane of wave 0 executes."""
+    lines = text.splitlines()
+    after = next(i for i, line in enumerate(lines) if "global_wb" in line)
+    return "\n".join(line for i, line in enumerate(lines) if "s_wait_storecnt" not in line or i > after)
+
+
+def test_waves_acquire_for_themselves_where_they_have_own_caches():
+    """Wave 0 acquires; wave 1 meets it at a barrier but drops its own invalidate."""
+    for seed in BROKEN_SEEDS:
+        races, _ = message(seed, num_warps=2, edits=(None, _without("SCOPE_SE")))
+        assert any("wave 1, line" in race for race in races), seed
+    # here the waves of a workgroup share a cache
+    for seed in BROKEN_SEEDS:
+        assert message(seed, num_warps=2, arch="gfx942") == ([], True)
+
+
+@triton.jit
+def _send_from_second_group(data, flag, inner, INNER: tl.constexpr, N: tl.constexpr):
+    """Workgroup 1 stores; workgroup 0 waits for it and signals with a release of system scope."""
+    offs = tl.arange(0, N)
+    if tl.program_id(0) == 1:
+        tl.store(data + offs, offs + 1)
+        tl.debug_barrier()
+        tl.atomic_xchg(inner, 1, sem=INNER, scope="gpu")
+    else:
+        while tl.atomic_add(inner, 0, sem="acquire", scope="gpu") == 0:
+            pass
+        tl.debug_barrier()
+        tl.atomic_xchg(flag, 1, sem="release", scope="sys")
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx1250"])
+@pytest.mark.parametrize("inner", ["release", "relaxed"])
+def test_release_covers_what_its_workgroup_has_acquired(arch, inner):
+    for seed in range(12) if inner == "release" else BROKEN_SEEDS:
+        run = Litmus(seed, arch=arch)
+        data, flag, out, local = run.buffer(1, N), run.buffer(1, 1), run.buffer(1, N), run.buffer(0, 1)
+        run.submit(0, _send_from_second_group, (data, flag, local), POINTERS3, grid=2, INNER=inner, N=N)
+        run.submit(1, _receive, (data, flag, out), POINTERS3, SEM="acquire", SCOPE="sys", N=N)
+        run.run()
+        races = run.weak.races()
+        if inner == "release":
+            assert not races, (seed, races[0])
+            assert (out == WANTED).all()
+        else:
+            # reported as missing is the release of either scope, by whether the sender's kernel has ended by then
+            assert any("of PE 0, workgroup 1" in race for race in races), seed
+
+
+@triton.jit
+def _receive_in_second_group(data, flag, inner, out, SEM: tl.constexpr, N: tl.constexpr):
+    """Workgroup 0 waits for the peer and tells workgroup 1, which reads."""
+    offs = tl.arange(0, N)
+    if tl.program_id(0) == 0:
+        while tl.atomic_add(flag, 0, sem="acquire", scope="sys") == 0:
+            pass
+        tl.debug_barrier()
+        tl.atomic_xchg(inner, 1, sem="release", scope="gpu")
+    else:
+        while tl.atomic_add(inner, 0, sem=SEM, scope="gpu") == 0:
+            pass
+        tl.debug_barrier()
+        tl.store(out + offs, tl.load(data + offs))
+
+
+@pytest.mark.parametrize("arch", ["gfx1201", "gfx942"])
+@pytest.mark.parametrize("sem", ["acquire", "relaxed"])
+def test_every_reading_workgroup_must_acquire(arch, sem):
+    for seed in range(12) if sem == "acquire" else BROKEN_SEEDS:
+        run = Litmus(seed, arch=arch)
+        data, flag, out, local = run.buffer(1, N), run.buffer(1, 1), run.buffer(1, N), run.buffer(1, 1)
+        run.submit(0, _send, (data, flag), POINTERS2, SEM="release", SCOPE="sys", N=N)
+        run.submit(1, _receive_in_second_group, (data, flag, local, out), ("*i32",) * 4, grid=2, SEM=sem, N=N)
+        run.run()
+        races = run.weak.races()
+        if sem == "acquire":
+            assert not races, (seed, races[0])
+            assert (out == WANTED).all()
+        else:
+            assert any("acquire of agent scope by wave 0 of workgroup 1" in race for race in races), seed
+
+
+@triton.jit
+def _fill(data, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    tl.store(data + offs, offs + 1)
+
+
+@triton.jit
+def _signal(flag, SEM: tl.constexpr):
+    tl.atomic_xchg(flag, 1, sem=SEM, scope="sys")
+
+
+@triton.jit
+def _wait(flag, SEM: tl.constexpr):
+    while tl.atomic_add(flag, 0, sem=SEM, scope="sys") == 0:
+        pass
+
+
+@triton.jit
+def _read(data, out, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    tl.store(out + offs, tl.load(data + offs))
+
+
+@pytest.mark.parametrize(
+    ("release", "acquire", "missing"),
+    [
+        ("release", "acquire", None),
+        ("relaxed", "acquire", "release of system scope"),
+        ("release", "relaxed", "acquire of system scope"),
+    ],
+)
+def test_kernel_boundaries_are_of_agent_scope(release, acquire, missing):
+    for seed in range(20) if missing is None else BROKEN_SEEDS:
+        run = Litmus(seed)
+        data, flag, out = run.buffer(1, N), run.buffer(1, 1), run.buffer(1, N)
+        run.submit(0, _fill, (data,), ("*i32",), N=N)
+        run.run()
+        run.submit(0, _signal, (flag,), ("*i32",), SEM=release)
+        run.submit(1, _wait, (flag,), ("*i32",), SEM=acquire)
+        run.run()
+        run.submit(1, _read, (data, out), POINTERS2, N=N)
+        run.run()
+        races = run.weak.races()
+        if missing:
+            assert races, seed
+            assert missing in races[0]
+        else:
+            assert not races, (seed, races[0])
+            assert (out == WANTED).all()
+
+
+def test_kernels_of_one_device_need_no_fence():
+    for seed in range(10):
+        run = Litmus(seed, num_devices=1)
+        data, out = run.buffer(0, N), run.buffer(0, N)
+        run.submit(0, _fill, (data,), ("*i32",), N=N)
+        run.run()
+        # the host sees what a kernel left in its own device's memory
+        assert (data == WANTED).all()
+        run.submit(0, _read, (data, out), POINTERS2, N=N)
+        run.run()
+        run.weak.raise_races()
+        assert (out == WANTED).all()
+
+
+def test_peers_host_sees_stores_late_without_a_release():
+    late = 0
+    for seed in range(20):
+        run = Litmus(seed)
+        data = run.buffer(1, N)
+        run.submit(0, _fill, (data,), ("*i32",), N=N)
+        run.run()
+        late += not (data == WANTED).all()
+        assert run.weak.pending() or (data == WANTED).all()
+        run.weak.drain()
+        assert run.weak.pending() == 0
+        assert (data == WANTED).all()
+    assert late > 10
+
+
+def test_host_writes_replace_what_kernels_stored():
+    for seed in range(10):
+        run = Litmus(seed)
+        data, out = run.buffer(1, N), run.buffer(1, N)
+        run.submit(1, _fill, (data,), ("*i32",), N=N)
+        run.run()
+        data[:] = 7
+        run.submit(1, _read, (data, out), POINTERS2, N=N)
+        run.run()
+        run.weak.raise_races()
+        assert (out == 7).all()
+
+
+@triton.jit
+def _store_and_reload(data, out, N: tl.constexpr):
+    """Each workgroup overwrites its words again and again and must always find its latest value."""
+    offs = tl.program_id(0) * N + tl.arange(0, N)
+    wrong = tl.zeros([N], tl.int32)
+    for i in range(20):
+        tl.store(data + offs, offs + i)
+        wrong += (tl.load(data + offs) != offs + i).to(tl.int32)
+    tl.store(out + offs, wrong)
+
+
+def test_a_workgroup_never_reads_older_than_its_own_store():
+    for seed in range(10):
+        run = Litmus(seed)
+        data, out = run.buffer(0, 4 * N), run.buffer(0, 4 * N)
+        out[:] = -1
+        run.submit(0, _store_and_reload, (data, out), POINTERS2, grid=4, N=N)
+        run.run()
+        run.weak.raise_races()
+        assert (out == 0).all()
+        assert (data == np.arange(4 * N) + 19).all()
+
+
+@triton.jit
+def _reverse_through_memory(data, out, N: tl.constexpr):
+    """Waves of one workgroup hand values over through global memory and a barrier."""
+    offs = tl.arange(0, N)
+    for i in range(4):
+        tl.store(data + offs, offs + i)
+        tl.debug_barrier()
+        tl.store(out + i * N + offs, tl.load(data + (N - 1 - offs)))
+        tl.debug_barrier()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_barrier_orders_the_waves_of_a_workgroup(arch):
+    num = 512
+    for seed in range(6):
+        run = Litmus(seed, arch=arch)
+        data, out = run.buffer(0, num), run.buffer(0, 4 * num)
+        run.submit(0, _reverse_through_memory, (data, out), POINTERS2, num_warps=4, N=num)
+        run.run()
+        run.weak.raise_races()
+        assert (out.reshape(4, num) == np.arange(num)[::-1] + np.arange(4)[:, None]).all()
+
+
+@triton.jit
+def _store_bytes(data, flag, first, N: tl.constexpr):
+    offs = 2 * tl.arange(0, N) + first
+    tl.store(data + offs, (offs + 1).to(tl.int8))
+    tl.debug_barrier()
+    tl.atomic_add(flag, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def _read_bytes(data, flag, out, N: tl.constexpr):
+    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < 2:
+        pass
+    tl.debug_barrier()
+    offs = tl.arange(0, N)
+    tl.store(out + offs, tl.load(data + offs))
+
+
+def test_neighbouring_bytes_of_two_devices_both_arrive():
+    for seed in range(20):
+        run = Litmus(seed)
+        data, flag, out = run.buffer(1, N, np.int8), run.buffer(1, 1), run.buffer(1, N, np.int8)
+        for pe in (0, 1):
+            run.submit(pe, _store_bytes, (data, flag, pe), ("*i8", "*i32", "i32"), N=N // 2)
+        run.submit(1, _read_bytes, (data, flag, out), ("*i8", "*i32", "*i8"), N=N)
+        run.run()
+        run.weak.raise_races()
+        assert (out == WANTED).all(), seed
+
+
+@triton.jit
+def _count(counters, old, SCOPE: tl.constexpr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    seen = tl.atomic_add(counters + offs % 4, 1, sem="relaxed", scope=SCOPE)
+    tl.store(old + tl.program_id(0) * N + offs, seen)
+
+
+@pytest.mark.parametrize(("scope", "devices"), [("sys", 2), ("gpu", 1)])
+def test_atomics_lose_nothing_at_their_scope(scope, devices):
+    for seed in range(5):
+        run = Litmus(seed)
+        counters = run.buffer(1, 4)
+        olds = [run.buffer(2 - devices + pe, 4 * N) for pe in range(devices)]
+        for pe in range(devices):
+            run.submit(2 - devices + pe, _count, (counters, olds[pe]), POINTERS2, grid=4, SCOPE=scope, N=N)
+        run.run()
+        run.weak.raise_races()
+        assert (counters == devices * N).all()
+        # every value was handed out once a counter
+        assert sorted(np.concatenate(olds)) == sorted(list(range(devices * N)) * 4)
+
+
+def test_same_seed_same_run():
+    def outcome(seed):
+        run = Litmus(seed)
+        data, flag, out = run.buffer(1, N), run.buffer(1, 1), run.buffer(1, N)
+        run.submit(0, _send, (data, flag), POINTERS2, SEM="relaxed", SCOPE="sys", N=N)
+        run.submit(1, _receive, (data, flag, out), POINTERS3, SEM="acquire", SCOPE="sys", N=N)
+        run.run()
+        return out.tolist(), run.machine.trace_hash
+
+    assert outcome(3) == outcome(3)
+    assert len({str(outcome(seed)) for seed in range(8)}) > 4
+
+
+def test_errors():
+    with pytest.raises(ArgumentError, match="num_devices"):
+        weak.WeakMemory(1, 0)
+    run = Litmus(0)
+    run.weak = weak.WeakMemory(0, 2, arena_bytes=1 << 20)
+    big = run.buffer(0, 1 << 16)
+    for d in run.devices:
+        d.allow(big.ctypes.data, big.nbytes, "big")
+    run.submit(0, _fill, (big,), ("*i32",), N=1 << 13)
+    with pytest.raises(KernelFault, match="no memory left"):
+        run.run()
+    assert issubclass(WeakMemoryError, KernelFault)
+    run = Litmus(0)
+    data, flag, out = run.buffer(1, N), run.buffer(1, 1), run.buffer(1, N)
+    run.submit(0, _send, (data, flag), POINTERS2, SEM="relaxed", SCOPE="sys", N=N)
+    run.submit(1, _receive, (data, flag, out), POINTERS3, SEM="acquire", SCOPE="sys", N=N)
+    run.run()
+    with pytest.raises(WeakMemoryError, match="missing: a release of system scope on PE 0"):
+        run.weak.raise_races()
+    run.weak.raise_races()
+
+
+def test_layout_matches_the_bitcode():
+    weak.WeakMemory(0, 1, arena_bytes=1 << 20)
+    names = (ctypes.c_uint64 * 7).from_address(jit.address("mori_emu_weak_layout"))
+    assert list(names) == [
+        ctypes.sizeof(weak._System),
+        weak._System.races.offset,
+        ctypes.sizeof(weak.Race),
+        ctypes.sizeof(weak._Launch),
+        weak._VERSION_BYTES,
+        weak._PAGE_BYTES,
+        512 + 8 * 40,
+    ]
