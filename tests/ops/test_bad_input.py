@@ -225,6 +225,7 @@ def other_pe(pe: int, ops_made: list[Any]) -> None:
     ops_made[pe] = start(CASE, pe)
     host_state.current().bootstrap.barrier("made")
     refuses(ops_made[1 - pe].reset, StateError, "another PE")
+    host_state.current().bootstrap.barrier("tried")
     ops_made[pe].close()
 
 

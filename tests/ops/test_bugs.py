@@ -251,6 +251,7 @@ def test_c8_hidden_smaller_than_configured() -> None:
         op = start(case, pe, hidden_dim=2880)
         got = []
         for hidden in (2880, 24, 8, 7, 1000, 2880):
+            host_state.current().bootstrap.barrier("nobody reads rows of the last round")
             poison(op)
             host_state.current().bootstrap.barrier("poisoned")
             width = Case(hidden=hidden, rounds=1)
@@ -350,7 +351,7 @@ def test_d5_no_wait_compares_for_equality() -> None:
         assert "wait_all_ge" in source
         assert "wait_eq" not in source
         assert "wait_ne" not in source
-        assert "while " not in source
+        assert not [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.While)]
 
 
 def test_d7_dispatch_alone_in_a_loop_is_refused_and_counts_nothing() -> None:
@@ -389,7 +390,7 @@ def test_d8_the_constructor_clears_before_anyone_goes_on(monkeypatch: pytest.Mon
         if pe == 1:
             time.sleep(0.05)
         ops.EpDispatchCombineOp(config_of(Case(num_pes=2), pe))
-        return log
+        return list(log)
 
     for log in world(2).run(program):
         kept = [name for i, name in enumerate(log) if i == 0 or log[i - 1] != name]
@@ -423,31 +424,42 @@ def test_d15_one_round_at_a_time_on_one_op_two_ops_overlap() -> None:
     assert issubclass(ArgumentError, ValueError)
 
 
-@pytest.mark.parametrize("seed", [None, 3])
-def test_d20_a_missing_peer_is_named_and_reset_recovers(seed: int | None) -> None:
+def says_who_waits(message: str) -> bool:
+    return all(part in message for part in ("dispatch_wait_kernel", "on PE 0", "PE 1", "expected >= 1", "saw 0"))
+
+
+def test_d20_a_missing_peer_is_named_and_reset_recovers() -> None:
     case = Case(num_pes=2, rounds=1)
 
-    def program(pe: int) -> Any:
-        op, message = start(case, pe), ""
+    def program(pe: int) -> dict[str, Any]:
+        op = start(case, pe)
         if pe == 0:
-            with pytest.raises((PeerTimeout, Deadlock)) as caught:
+            with pytest.raises(PeerTimeout) as caught:
                 dispatch_round(op, case, round_of(case, pe, 0))
-            message = str(caught.value)
+            assert says_who_waits(str(caught.value))
             with pytest.raises(StateError, match="reset"):
                 dispatch_round(op, case, round_of(case, pe, 0))
         op.reset()
         poison(op)
         host_state.current().bootstrap.barrier("poisoned")
-        return message, combine_round(op, case, pe, dispatch_round(op, case, round_of(case, pe, 0)))
+        return combine_round(op, case, pe, dispatch_round(op, case, round_of(case, pe, 0)))
 
-    results = world(2, timeout_s=1.0, seed=seed).run(program)
-    message = results[0][0]
-    assert "dispatch_wait_kernel" in message
-    assert "PE 0" in message
-    assert "PE 1" in message
-    assert ">= 1" in message
-    assert "0" in message
-    check_case(case, [[[results[pe][1]]] for pe in range(2)])
+    results = world(2, timeout_s=1.0).run(program)
+    check_case(case, [[[results[pe]]] for pe in range(2)])
+
+
+def test_d20_a_missing_peer_with_virtual_time() -> None:
+    case = Case(num_pes=2, rounds=1)
+
+    def program(pe: int) -> None:
+        op = start(case, pe)
+        if pe == 0:
+            dispatch_round(op, case, round_of(case, pe, 0))
+        op.reset()
+
+    with pytest.raises(Deadlock) as caught:
+        world(2, seed=3).run(program)
+    assert says_who_waits(str(caught.value))
 
 
 def test_call_reset_after_combine() -> None:
