@@ -96,7 +96,7 @@ class Lds:
         def build(f: Fn, p: list) -> None:
             active = p[2].bits_to_lanes(W)
             value = active.shuffle(lanes).pick(f.load(p[1], 32, W).shuffle(lanes), 0)
-            self.write_vector(f, p[0], "i", value, active)
+            self.write_vector(f, p[0], value, active)
             f.emit("ret void")
 
         self.call(f"swizzle_{spec}", "void", args, build)

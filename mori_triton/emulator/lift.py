@@ -30,6 +30,7 @@ from mori_triton.emulator.state import (
     PC,
     RUNNING,
     SCC,
+    SLEEPING,
     VCC,
     VREGS,
     Operand,
@@ -53,6 +54,7 @@ class Lifter(Vector, Scalar, Memory):
         self.p, self.W, self.gfx12 = prog, prog.warp_size, prog.arch.startswith("gfx12")
         self.module = Module()
         self.module.fnuz = prog.arch == "gfx942"
+        self.module.ieee = not self.gfx12 and prog.directives.get("ieee_mode", "1") == "1"
         text = "\n".join(i.text for i in prog.insts)
         self.areg_base = _top(text, "v") + 1
         # one extra register for dual-issue pairs
@@ -87,12 +89,12 @@ class Lifter(Vector, Scalar, Memory):
     def exec(self) -> Val:
         return self.mask(EXEC)
 
-    def sread(self, o: Operand, bits: int = 32) -> Val:
-        """A scalar operand's value."""
+    def sread(self, o: Operand, bits: int = 32, letter: str = "") -> Val:
+        """A scalar operand's value; letter: its type, see `Operand.bits`."""
         if o.kind == "s":
             return self.f.load(self.sptr(o.idx), bits)
         if o.kind in ("imm", "null"):
-            return self.f.int(o.bits(bits), bits)
+            return self.f.int(o.bits(bits, letter), bits)
         if o.kind == "scc":
             return self.f.load(self.f.gep("%w", SCC), 32).zext(bits)
         if o.kind == "sym":
@@ -157,11 +159,11 @@ class Lifter(Vector, Scalar, Memory):
             return self.f.emit(text)
         return self.f.ins(text, int(ret[1:]))
 
-    def pass_(self, o: Operand, bits: int = 32) -> tuple[str, str]:
+    def pass_(self, o: Operand, bits: int = 32, letter: str = "") -> tuple[str, str]:
         """(IR type, text) to hand an operand to a helper: a pointer to vector registers, the value of all else."""
         if o.kind == "v":
             return "ptr", self.vptr(o.idx)
-        return f"i{bits}", self.sread(o, bits).name
+        return f"i{bits}", self.sread(o, bits, letter).name
 
     # control flow
 
@@ -190,7 +192,8 @@ class Lifter(Vector, Scalar, Memory):
         f.emit(f"switch i32 {pc.name}, label %lost [ {cases} ]")
         for start, end in zip(leaders, [*leaders[1:], len(insts)], strict=True):
             self.block(start, end)
-        for name, code in (("yield", RUNNING), ("finished", DONE), ("barrier", BARRIER), ("faulted", FAULTED)):
+        exits = {"yield": RUNNING, "sleeping": SLEEPING, "finished": DONE, "barrier": BARRIER, "faulted": FAULTED}
+        for name, code in exits.items():
             f.label(name)
             self.leave(code)
         f.label("lost")
@@ -257,7 +260,7 @@ class Lifter(Vector, Scalar, Memory):
             f.emit("br label %finished")
         elif k in ("barrier", "barrier_wait", "sleep"):
             f.store(f.gep("%w", PC), f.int(nxt))
-            f.emit(f"br label %{'yield' if k == 'sleep' else 'barrier'}")
+            f.emit(f"br label %{'sleeping' if k == 'sleep' else 'barrier'}")
         elif k in ("setpc_b64", "swappc_b64"):
             target = self.sread(self.op(ins.ops[-1]), 64)
             if k == "swappc_b64":

@@ -7,7 +7,13 @@ import re
 from mori_triton.emulator import isa
 from mori_triton.emulator.asm import Inst
 from mori_triton.emulator.ir import Fn, Val
-from mori_triton.emulator.state import CLOCK, EXEC, SCC
+from mori_triton.emulator.state import CLOCK, EXEC, SCC, Operand
+
+
+def _signed16(text: str) -> int:
+    """A 16-bit literal's value, written with or without its sign."""
+    x = int(text, 0) & 0xFFFF
+    return x - 65536 if x >= 32768 else x
 
 
 class Scalar:
@@ -18,8 +24,10 @@ class Scalar:
         saveexec = re.match(r"(\w+)_(saveexec|wrexec)_b(\d+)$", k)
         if k.startswith("cmp"):
             self.s_compare(k, ins.ops)
-        elif k in ("bitcmp0_b32", "bitcmp1_b32"):
-            bit = (self.sread(self.op(ins.ops[0])) >> (self.sread(self.op(ins.ops[1])) & 31)) & 1
+        elif k in ("bitcmp0_b32", "bitcmp1_b32", "bitcmp0_b64", "bitcmp1_b64"):
+            bits = int(k[-2:])
+            at = (self.sread(self.op(ins.ops[1])) & (bits - 1)).zext(bits)
+            bit = (self.sread(self.op(ins.ops[0]), bits) >> at) & 1
             self.set_scc(bit.cmp("eq", int(k[6])))
         elif saveexec:
             self.s_saveexec(saveexec[1], saveexec[2], int(saveexec[3]), ins.ops)
@@ -44,26 +52,49 @@ class Scalar:
     def s_alu(self, k: str, ops: list[str]) -> None:
         f = self.f
         types, fn = isa.SALU[k]
+        dtype, stypes = types.split("<-")
         texts, vals = ops[1:], []
-        for t in types.split("<-")[1]:
+        for t in stypes:
             if t == "c":
                 vals.append(f.load(f.gep("%w", SCC), 32))
             elif t == "D":
-                vals.append(self.sread(self.op(ops[0])))
+                vals.append(self.typed(self.op(ops[0]), dtype))
             elif t == "k":
-                x = int(texts.pop(0), 0)
-                vals.append(f.int(x - 65536 if x >= 32768 else x))
+                vals.append(f.int(_signed16(texts.pop(0))))
             else:
-                vals.append(self.sread(self.op(texts.pop(0)), 64 if t == "q" else 32))
+                o = self.op(texts.pop(0))
+                if t == "q" and k.endswith("i64") and o.kind == "imm":
+                    o.value = o.signed_literal
+                vals.append(self.typed(o, t))
+        if texts:
+            raise KeyError("operand count")
         value, scc = fn(*vals)
-        self.swrite(self.op(ops[0]), value)
+        value = value.i()
+        self.swrite(self.op(ops[0]), value.zext(32) if value.bits < 32 else value)
         if scc is not None:
             self.set_scc(scc)
 
+    def typed(self, o: Operand, t: str) -> Val:
+        """A scalar operand as a value of a type letter."""
+        v = self.sread(o, {"q": 64, "d": 64, "e": 16}.get(t, 32), t)
+        if t in "fde":
+            v = v.f()
+            v = v.intr("fabs") if o.abs else v
+            return -v if o.neg else v
+        if o.abs or o.neg:
+            raise KeyError("modifier on an integer operand")
+        return v
+
     def s_compare(self, k: str, ops: list[str]) -> None:
-        _, op, ty = k.replace("cmpk", "cmp").split("_")
+        kind, op, ty = k.split("_")
         types, fn = isa.compare(f"{op}_{ty}")
-        self.set_scc(fn(*(self.sread(self.op(o), 64 if t == "q" else 32) for t, o in zip(types, ops, strict=True))))
+        a = self.typed(self.op(ops[0]), types[0])
+        if kind == "cmpk":
+            # a 16-bit literal, extended like the type
+            b = self.f.int(_signed16(ops[1]) if ty[0] == "i" else int(ops[1], 0) & 0xFFFF)
+        else:
+            b = self.typed(self.op(ops[1]), types[1])
+        self.set_scc(fn(a, b))
 
     def s_saveexec(self, op: str, kind: str, bits: int, ops: list[str]) -> None:
         """exec = op(source, exec); the destination gets the old exec (saveexec) or the new one (wrexec)."""

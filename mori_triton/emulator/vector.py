@@ -16,6 +16,10 @@ from mori_triton.emulator.vector_packed import PACKED, Packed
 _WIDTH = {"q": 64, "d": 64}
 
 
+# modifiers of a result, in the order they apply
+_RESULT_MODIFIERS = ("mul", "div", "clamp", "bitop3")
+
+
 class Source(NamedTuple):
     """How a helper reads one source: type letter, operand, register half, SDWA selector."""
 
@@ -23,6 +27,12 @@ class Source(NamedTuple):
     op: Operand
     half: str | None
     sel: str
+
+    def key(self) -> str:
+        """What of it changes the helper's code."""
+        o = self.op
+        flags = f"{'n' * o.neg}{'a' * o.abs}{'x' * o.sext}{self.half or ''}"
+        return f"{self.type}{o.kind[0]}{flags}{'' if self.sel == 'DWORD' else self.sel}"
 
 
 def bracket_list(text: str) -> list[int]:
@@ -45,6 +55,11 @@ class Vector(Lanes, Packed, Matrix):
         elif k.startswith("bitop"):
             t = "h" if k.endswith("b16") else "i"
             self.vector(ins, k, f"{t}<-" + t * (len(ops) - 1), isa.bitop(int(ins.mods["bitop3"], 0)), ops)
+        elif k.startswith("s_") and k[2:] in isa.VALU:
+            # transcendental functions of a scalar register
+            types, fn = isa.VALU[k[2:]]
+            value = fn(self.typed(self.op(ops[1]), types[-1])).i()
+            self.swrite(self.op(ops[0]), value.zext(32))
         elif k in self.LANE_MOVES:
             self.lane_move(ins, k)
         elif k in PACKED:
@@ -52,8 +67,6 @@ class Vector(Lanes, Packed, Matrix):
         elif k in MATRIX:
             self.matrix(ops, k)
         elif k in isa.VALU:
-            if ins.mods.get("dst_sel", "DWORD") != "DWORD":
-                raise KeyError("dst_sel")
             types, fn = isa.VALU[k]
             self.vector(ins, k, types, fn, ops)
         else:
@@ -70,31 +83,29 @@ class Vector(Lanes, Packed, Matrix):
         stypes = stypes.replace("D", dtypes[0])
         key, args, loaders = [name], [], []
         opsel = bracket_list(mods["op_sel"]) if "op_sel" in mods else []
-        if any(opsel) and "h" not in types:
+        if any(opsel) and not set(types) & set("he"):
             raise KeyError("op_sel")
-        dpp = self.dpp_lanes(ins) if ins.mn.endswith("dpp") else None
         sdwa = ins.mn.endswith("sdwa")
         for i, (t, o) in enumerate(zip(stypes, srcs, strict=True)):
-            sel = mods.get(f"src{i}_sel", "DWORD") if sdwa else "DWORD"
-            half = o.half or ("h" if t == "h" and i < len(opsel) and opsel[i] else None)
-            if o.sext:
-                raise KeyError("sext")
-            key.append(f"{t}{o.kind[0]}{'n' * o.neg}{'a' * o.abs}{half or ''}{'' if sel == 'DWORD' else sel}")
-            if t == "h" and o.kind == "imm":
-                args.append(("i32", str(o.bits(16) & 0xFFFF)))
-            else:
-                args.append(self.pass_(o, W if t == "m" else _WIDTH.get(t, 32)))
-            loaders.append(Source(t, o, half, sel))
+            half = o.half or ("h" if t in "he" and i < len(opsel) and opsel[i] else None)
+            source = Source(t, o, half, mods.get(f"src{i}_sel", "DWORD") if sdwa else "DWORD")
+            key.append(source.key())
+            loaders.append(source)
+            if t == "q" and "i64" in name:
+                o.value = o.signed_literal if o.kind == "imm" else o.value
+            # a 16-bit immediate has its own pattern
+            bits = 16 if t in "he" and o.kind == "imm" else W if t == "m" else _WIDTH.get(t, 32)
+            args.append(self.pass_(o, bits, t))
         d0 = dst[0][1]
-        dst_half = d0.half or ("h" if dtypes[0] == "h" and len(opsel) > len(stypes) and opsel[len(stypes)] else None)
         value = dtypes[0] != "m"
         if value and d0.kind == "v":
             args.append(("ptr", self.vptr(d0.idx if dst_override is None else dst_override)))
+        elif value:
+            raise KeyError("destination")
         args.append((f"i{W}", self.exec().name))
-        clamp = "clamp" in mods
-        key.append(f"d{dtypes}{dst_half or ''}{'s' if d0.kind == 's' else ''}{'_clamp' * clamp}")
-        if "bitop3" in mods:
-            key.append(f"bitop{mods['bitop3']}")
+        part = self.destination_part(name, dtypes[0], d0, opsel[len(stypes) : len(stypes) + 1], mods if sdwa else {})
+        dpp = self.dpp_lanes(ins) if ins.mn.endswith("dpp") else None
+        key.append(f"d{dtypes}{part}{'_'.join(f'{m}{mods[m]}' for m in _RESULT_MODIFIERS if m in mods)}")
         if dpp:
             key.append("dpp_" + "_".join(f"{k}{v if v is not True else ''}" for k, v in mods.items()))
 
@@ -111,10 +122,9 @@ class Vector(Lanes, Packed, Matrix):
                 write = ex & f.flags(rows) if zero else ex & f.flags(rows) & live
             r = fn(*vals)
             r = list(r) if isinstance(r, tuple) else [r]
-            if clamp:
-                r[0] = self.clamp(name, vals, r[0])
             if value:
-                self.write_vector(f, params[-2], r[0].splat(W), write, half=dst_half or "l" * (dtypes[0] == "h"))
+                x = self.modify_result(name, mods, vals, r[0])
+                self.write_vector(f, params[-2], x.splat(W), write, part=part)
             if "m" in dtypes:
                 m = (r[-1].splat(W) & ex).lanes_to_bits()
                 f.emit(f"ret i{W} {m.name}")
@@ -124,6 +134,22 @@ class Vector(Lanes, Packed, Matrix):
         m = self.call("_".join(key), f"i{W}" if "m" in dtypes else "void", args, build)
         if m:
             self.swrite(dst[dtypes.index("m")][1], m)
+
+    def destination_part(self, name: str, t: str, dst: Operand, opsel: list[int], sdwa: dict) -> str:
+        """Which part of its register a result replaces.
+
+        "" all of it; "l" or "h" one half, the other kept; "z" the low half, the other cleared; "BYTE_1p" and the like
+        for SDWA, with the rest preserved (p) or zero (z).
+        """
+        if sdwa.get("dst_sel", "DWORD") != "DWORD":
+            if sdwa.get("dst_unused", "UNUSED_PAD") == "UNUSED_SEXT":
+                raise KeyError("UNUSED_SEXT")
+            return sdwa["dst_sel"] + ("p" if sdwa.get("dst_unused") == "UNUSED_PRESERVE" else "z")
+        if t not in "he":
+            return ""
+        if dst.half == "h" or any(opsel):
+            return "h"
+        return "z" if not self.gfx12 and name in isa.CLEARS_HIGH_HALF else "l"
 
     def sources(self, types: str, dst: Operand, texts: list[str]) -> list[Operand]:
         """One operand per source type; the last may be the implied vcc of the short encodings."""
@@ -143,16 +169,18 @@ class Vector(Lanes, Packed, Matrix):
         if o.kind != "v":
             if t == "m":
                 return p.bits_to_lanes(W)
-            v = p & 0xFFFF if t == "h" else p
+            v = p
         elif t in "qd":
             v = f.load(p, 32, W).zext(64) | (f.load(f.gep(p, 4 * W), 32, W).zext(64) << 32)
         else:
             v = f.load(p, 32, W)
-            if t == "h":
-                v = (v >> 16) if half == "h" else v & 0xFFFF
-        if t not in "hqd" and sel != "DWORD":
-            v = self.select_bytes(v, sel)
-        if t in "fd":
+        if sel != "DWORD":
+            v = self.select_bytes(v, sel, o.sext)
+        elif o.sext:
+            raise KeyError("sext")
+        if t in "he":
+            v = v if v.bits == 16 else (v >> 16 if half == "h" else v).trunc(16)
+        if t in "fde":
             v = v.f()
             if o.abs:
                 v = v.intr("fabs")
@@ -163,32 +191,54 @@ class Vector(Lanes, Packed, Matrix):
         return v.splat(W)
 
     @staticmethod
-    def select_bytes(v: Val, sel: str) -> Val:
-        """SDWA: BYTE_n or WORD_n of each lane, zero-extended."""
+    def select_bytes(v: Val, sel: str, signed: bool) -> Val:
+        """SDWA: BYTE_n or WORD_n of each lane, extended."""
         kind, n = sel.split("_")
         bits = 16 if kind == "WORD" else 8
-        return (v >> (int(n) * bits)) & ((1 << bits) - 1)
+        v = v << (32 - bits - int(n) * bits)
+        return v.sar(32 - bits) if signed else v >> (32 - bits)
 
-    def clamp(self, name: str, vals: list[Val], r: Val) -> Val:
+    def modify_result(self, name: str, mods: dict, vals: list[Val], r: Val) -> Val:
+        """Output modifiers: times 2, 4 or 1/2, then clamp."""
+        for key, factors in (("mul", {"2": 2.0, "4": 4.0}), ("div", {"2": 0.5})):
+            if key in mods:
+                if not r.flt:
+                    raise KeyError(f"{key} on an integer result")
+                r = r * factors[mods[key]]
+        if "clamp" not in mods:
+            return r
         if name == "sub_nc_u32":
             return vals[0].cmp("ugt", vals[1]).pick(r, 0)
         if name == "add_nc_u32":
             return r.cmp("ult", vals[0]).pick(-1, r)
-        if r.flt and r.bits == 32:
-            return r.intr("maxnum", r.const(0.0)).intr("minnum", r.const(1.0))
+        if r.flt:
+            # NaN becomes 0
+            return r.intr("maximumnum", r.const(0.0)).intr("minimumnum", r.const(1.0))
         raise KeyError("clamp")
 
-    def write_vector(self, f: Fn, p: str, v: Val, write: Val, *, half: str | None = None) -> None:
-        """Store v into the register(s) at p, in the lanes that `write` flags. half: only this half (v has 16 bits)."""
+    def write_vector(self, f: Fn, p: str, v: Val, write: Val, *, part: str = "") -> None:
+        """Store v into the register(s) at p, in the lanes that `write` flags. part: see `destination_part`."""
         v = v.i()
         for k, x in enumerate([v.trunc(32), (v >> 32).trunc(32)] if v.bits == 64 else [v]):
             q = f.gep(p, 4 * self.W * k)
             old = f.load(q, 32, self.W)
-            new = x
-            if half:
-                new = (old & 0xFFFF) | (x << 16) if half == "h" else (old & 0xFFFF0000) | (x & 0xFFFF)
+            new = self.insert_part(x.zext(32), old, part) if part else x
             # not a select: from optimisation level 1 on, that and the store become a masked store, slow on some CPUs
             f.store(q, old ^ ((old ^ new) & write.sext(32)))
+
+    @staticmethod
+    def insert_part(x: Val, old: Val, part: str) -> Val:
+        if part == "l":
+            return (old & 0xFFFF0000) | (x & 0xFFFF)
+        if part == "h":
+            return (old & 0xFFFF) | (x << 16)
+        if part == "z":
+            return x & 0xFFFF
+        kind, n = part[:-1].split("_")
+        bits = 16 if kind == "WORD" else 8
+        shift, ones = int(n) * bits, (1 << bits) - 1
+        new = (x & ones) << shift
+        return new | (old & ~(ones << shift)) if part[-1] == "p" else new
 
     def dual(self, ins: Inst) -> None:
         """Both halves read their sources before either writes: send the first result through a spare register."""

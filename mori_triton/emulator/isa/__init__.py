@@ -17,10 +17,22 @@ published pseudocode, lane by lane, in tests/emulator/test_isa.py.
 from mori_triton.emulator.isa.compare import compare
 from mori_triton.emulator.isa.convert import CONVERT
 from mori_triton.emulator.isa.floating import FLOATING
+from mori_triton.emulator.isa.half import CLEARS_HIGH_HALF, HALF
 from mori_triton.emulator.isa.integer import INTEGER, bitop
 from mori_triton.emulator.isa.names import ATOMIC_RMW, MODIFIERS, NOP, canonical
 from mori_triton.emulator.isa.salu import BOOL, SALU
 
-VALU = {**INTEGER, **FLOATING, **CONVERT}
+VALU = {**INTEGER, **HALF, **FLOATING, **CONVERT}
 
-__all__ = ["ATOMIC_RMW", "BOOL", "MODIFIERS", "NOP", "SALU", "VALU", "bitop", "canonical", "compare"]
+__all__ = [
+    "ATOMIC_RMW",
+    "BOOL",
+    "CLEARS_HIGH_HALF",
+    "MODIFIERS",
+    "NOP",
+    "SALU",
+    "VALU",
+    "bitop",
+    "canonical",
+    "compare",
+]

@@ -24,12 +24,12 @@ def minmax(pred: str) -> Formula:
     return lambda a, b: a.cmp(pred, b).pick(a, b)
 
 
-def _three(pred: str) -> Formula:
+def three_int(pred: str) -> Formula:
     two = minmax(pred)
     return lambda a, b, c: two(two(a, b), c)
 
 
-def _med3(less: str, greater: str) -> Formula:
+def med3_int(less: str, greater: str) -> Formula:
     low, high = minmax(less), minmax(greater)
     return lambda a, b, c: high(low(a, b), low(high(a, b), c))
 
@@ -86,6 +86,12 @@ def _perm(a: Val, b: Val, sel: Val) -> Val:
     return r
 
 
+def leading_signs(a: Val) -> Val:
+    """Number of leading bits equal to the sign bit; -1 if all are."""
+    x = a ^ a.sar(a.bits - 1)
+    return x.cmp("eq", 0).pick(-1, x.intr("ctlz", 0))
+
+
 def _shift64(op: str) -> Formula:
     return lambda a, b: getattr(b, op)((a & 63).zext(64))
 
@@ -109,21 +115,18 @@ def bitop(table: int) -> Formula:
 
 
 INTEGER: dict[str, tuple[str, Formula]] = {
-    "mov_b16": ("h<-h", lambda a: a),
     "mov_b32": ("i<-i", lambda a: a),
     "mov_b64": ("q<-q", lambda a: a),
     "accvgpr_read_b32": ("i<-i", lambda a: a),
     "accvgpr_write_b32": ("i<-i", lambda a: a),
     "accvgpr_mov_b32": ("i<-i", lambda a: a),
-    "cndmask_b16": ("h<-hhm", lambda a, b, m: m.pick(b, a)),
     "cndmask_b32": ("i<-iim", lambda a, b, m: m.pick(b, a)),
     # add, subtract, multiply
-    "add_nc_u16": ("h<-hh", lambda a, b: a + b),
-    "sub_nc_u16": ("h<-hh", lambda a, b: a - b),
-    "mul_lo_u16": ("h<-hh", lambda a, b: a * b),
     "add_nc_u32": ("i<-ii", lambda a, b: a + b),
     "sub_nc_u32": ("i<-ii", lambda a, b: a - b),
     "subrev_nc_u32": ("i<-ii", lambda a, b: b - a),
+    "add_nc_i32": ("i<-ii", lambda a, b: a + b),
+    "sub_nc_i32": ("i<-ii", lambda a, b: a - b),
     "add_nc_u64": ("q<-qq", lambda a, b: a + b),
     "sub_nc_u64": ("q<-qq", lambda a, b: a - b),
     "add_co_u32": ("im<-ii", add_carry),
@@ -138,18 +141,17 @@ INTEGER: dict[str, tuple[str, Formula]] = {
     "mul_hi_i32": ("i<-ii", lambda a, b: high_word(wide(a, b, True))),
     "mul_u32_u24": ("i<-ii", lambda a, b: (a & 0xFFFFFF) * (b & 0xFFFFFF)),
     "mad_u32_u24": ("i<-iii", lambda a, b, c: (a & 0xFFFFFF) * (b & 0xFFFFFF) + c),
+    "mul_hi_u32_u24": ("i<-ii", lambda a, b: high_word(wide(a & 0xFFFFFF, b & 0xFFFFFF, False))),
     "mul_i32_i24": ("i<-ii", lambda a, b: _sext24(a) * _sext24(b)),
+    "mul_hi_i32_i24": ("i<-ii", lambda a, b: high_word(wide(_sext24(a), _sext24(b), True))),
+    "mad_i32_i24": ("i<-iii", lambda a, b, c: _sext24(a) * _sext24(b) + c),
     "mad_u32": ("i<-iii", lambda a, b, c: a * b + c),
     "mul_u64": ("q<-qq", lambda a, b: a * b),
     "mad_co_u64_u32": ("q.<-iiq", lambda a, b, c: wide(a, b, False) + c),
     "mad_co_i64_i32": ("q.<-iiq", lambda a, b, c: wide(a, b, True) + c),
     "mad_nc_u64_u32": ("q<-iiq", lambda a, b, c: wide(a, b, False) + c),
     # logic
-    "not_b16": ("h<-h", lambda a: ~a),
     "not_b32": ("i<-i", lambda a: ~a),
-    "and_b16": ("h<-hh", lambda a, b: a & b),
-    "or_b16": ("h<-hh", lambda a, b: a | b),
-    "xor_b16": ("h<-hh", lambda a, b: a ^ b),
     "and_b32": ("i<-ii", lambda a, b: a & b),
     "or_b32": ("i<-ii", lambda a, b: a | b),
     "xor_b32": ("i<-ii", lambda a, b: a ^ b),
@@ -159,8 +161,6 @@ INTEGER: dict[str, tuple[str, Formula]] = {
     "and_or_b32": ("i<-iii", lambda a, b, c: (a & b) | c),
     "bfi_b32": ("i<-iii", lambda a, b, c: (a & b) | (~a & c)),
     # shifts
-    "lshlrev_b16": ("h<-hh", lambda a, b: b << (a & 15)),
-    "lshrrev_b16": ("h<-hh", lambda a, b: b >> (a & 15)),
     "lshlrev_b32": ("i<-ii", lambda a, b: b << (a & 31)),
     "lshrrev_b32": ("i<-ii", lambda a, b: b >> (a & 31)),
     "ashrrev_i32": ("i<-ii", lambda a, b: b.sar(a & 31)),
@@ -169,7 +169,7 @@ INTEGER: dict[str, tuple[str, Formula]] = {
     "ashrrev_i64": ("q<-iq", _shift64("sar")),
     "lshl_or_b32": ("i<-iii", lambda a, b, c: (a << (b & 31)) | c),
     "lshl_add_u32": ("i<-iii", lambda a, b, c: (a << (b & 31)) + c),
-    "lshl_add_u64": ("q<-qiq", lambda a, b, c: (a << (b & 63).zext(64)) + c),
+    "lshl_add_u64": ("q<-qiq", lambda a, b, c: (a << (b & 7).zext(64)) + c),
     "add_lshl_u32": ("i<-iii", lambda a, b, c: (a + b) << (c & 31)),
     "xad_u32": ("i<-iii", lambda a, b, c: (a ^ b) + c),
     # bit fields and bytes
@@ -178,10 +178,14 @@ INTEGER: dict[str, tuple[str, Formula]] = {
     "perm_b32": ("i<-iii", _perm),
     "alignbit_b32": ("i<-iii", lambda a, b, c: (two_words(a, b) >> (c & 31).zext(64)).trunc(32)),
     "alignbyte_b32": ("i<-iii", lambda a, b, c: (two_words(a, b) >> ((c & 3) * 8).zext(64)).trunc(32)),
+    "bfm_b32": ("i<-ii", lambda a, b: ((a.const(1) << (a & 31)) - 1) << (b & 31)),
     "bfrev_b32": ("i<-i", lambda a: a.intr("bitreverse")),
     "bcnt_u32_b32": ("i<-ii", lambda a, b: a.intr("ctpop") + b),
     "clz_i32_u32": ("i<-i", lambda a: a.cmp("eq", 0).pick(-1, a.intr("ctlz", 0))),
     "ctz_i32_b32": ("i<-i", lambda a: a.cmp("eq", 0).pick(-1, a.intr("cttz", 0))),
+    "cls_i32": ("i<-i", leading_signs),
+    "sad_u32": ("i<-iii", lambda a, b, c: a.cmp("ugt", b).pick(a - b, b - a) + c),
+    "prng_b32": ("i<-i", lambda a: (a << 1) ^ (a.sar(31) & 197)),
     "mbcnt_lo_u32_b32": ("i<-ii", _mbcnt(0)),
     "mbcnt_hi_u32_b32": ("i<-ii", _mbcnt(32)),
 }
@@ -190,6 +194,8 @@ for _name, _type in (("i32", "i"), ("u32", "i"), ("i64", "q"), ("u64", "q")):
     INTEGER[f"min_{_name}"] = (f"{_type}<-{_type * 2}", minmax(_lt))
     INTEGER[f"max_{_name}"] = (f"{_type}<-{_type * 2}", minmax(_gt))
     if _type == "i":
-        INTEGER[f"min3_{_name}"] = ("i<-iii", _three(_lt))
-        INTEGER[f"max3_{_name}"] = ("i<-iii", _three(_gt))
-        INTEGER[f"med3_{_name}"] = ("i<-iii", _med3(_lt, _gt))
+        INTEGER[f"min3_{_name}"] = ("i<-iii", three_int(_lt))
+        INTEGER[f"max3_{_name}"] = ("i<-iii", three_int(_gt))
+        INTEGER[f"med3_{_name}"] = ("i<-iii", med3_int(_lt, _gt))
+        INTEGER[f"maxmin_{_name}"] = ("i<-iii", lambda a, b, c, lt=_lt, gt=_gt: minmax(lt)(minmax(gt)(a, b), c))
+        INTEGER[f"minmax_{_name}"] = ("i<-iii", lambda a, b, c, lt=_lt, gt=_gt: minmax(gt)(minmax(lt)(a, b), c))

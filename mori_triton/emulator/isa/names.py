@@ -14,6 +14,18 @@ _RENAME = {
     "v_subbrev_co_u32": "v_subrev_co_ci_u32",
     "v_mad_u64_u32": "v_mad_co_u64_u32",
     "v_mad_i64_i32": "v_mad_co_i64_i32",
+    "v_add_u16": "v_add_nc_u16",
+    "v_sub_u16": "v_sub_nc_u16",
+    "v_subrev_u16": "v_subrev_nc_u16",
+    "v_add_i16": "v_add_nc_i16",
+    "v_sub_i16": "v_sub_nc_i16",
+    "v_add_i32": "v_add_nc_i32",
+    "v_sub_i32": "v_sub_nc_i32",
+    "v_cvt_rpi_i32_f32": "v_cvt_nearest_i32_f32",
+    "v_cvt_flr_i32_f32": "v_cvt_floor_i32_f32",
+    "v_cvt_pkrtz_f16_f32": "v_cvt_pk_rtz_f16_f32",
+    "v_mul_legacy_f32": "v_mul_dx9_zero_f32",
+    "v_ffbh_i32": "v_cls_i32",
     "v_ffbh_u32": "v_clz_i32_u32",
     "v_ffbl_b32": "v_ctz_i32_b32",
     "s_add_i32": "s_add_co_i32",
@@ -26,6 +38,9 @@ _RENAME = {
     "s_ff1_i32_b32": "s_ctz_i32_b32",
     "s_ff1_i32_b64": "s_ctz_i32_b64",
     "s_flbit_i32_b32": "s_clz_i32_u32",
+    "s_flbit_i32_b64": "s_clz_i32_u64",
+    "s_flbit_i32": "s_cls_i32",
+    "s_flbit_i32_i64": "s_cls_i32_i64",
     "s_get_pc_i64": "s_getpc_b64",
     "s_set_pc_i64": "s_setpc_b64",
     "s_swap_pc_i64": "s_swappc_b64",
@@ -65,7 +80,7 @@ _SIZE = (
 ATOMIC_RMW = {"add": "add", "sub": "sub", "and": "and", "or": "or", "xor": "xor", "swap": "xchg"}
 
 _ENCODING = re.compile(r"_(e32|e64|dpp|sdwa|e64_dpp)$")
-_MINMAX = re.compile(r"(v_\w*(?:max|min|med3|max3|min3))_f32$")
+_MINMAX = re.compile(r"(v_(?:pk_)?(?:max3?|min3?|med3))_(f16|f32|f64)$")
 
 
 @lru_cache(maxsize=4096)
@@ -73,8 +88,8 @@ def canonical(mn: str) -> str:
     """One name per operation: strip encoding suffixes, map gfx9 spellings to those of gfx12."""
     mn = _ENCODING.sub("", mn)
     mn = re.sub(r"^v_dual_", "v_", mn)
-    mn = _MINMAX.sub(lambda m: m[1] + "_num_f32", mn)
-    mn = re.sub(r"orn2", "or_not1", re.sub(r"andn2", "and_not1", mn))
+    mn = _MINMAX.sub(r"\1_num_\2", mn)
+    mn = re.sub(r"(and|or)n([12])(?=_)", lambda m: f"{m[1]}_not{int(m[2]) - 1}", mn)
     if re.match(r"(global|flat|buffer|s|s_buffer|scratch)_(load|store)_", mn):
         for a, b in _SIZE:
             if mn.endswith(a):
@@ -99,5 +114,5 @@ NOP = re.compile(
 # modifiers that are understood or, like cache policies, have no effect here; any other makes an instruction unsupported
 MODIFIERS = re.compile(
     r"(offset[01]?|th|scope|sc0|sc1|nt|glc|slc|nv|offen|scale_offset|op_sel|op_sel_hi|neg_lo|neg_hi|clamp|bitop3"
-    r"|quad_perm|row_\w+|wave_sh[lr]|bank_mask|bound_ctrl|src[01]_sel|dst_sel|dst_unused|instid[01]|instskip)$"
+    r"|quad_perm|row_\w+|wave_sh[lr]|bank_mask|bound_ctrl|src[01]_sel|dst_sel|dst_unused|instid[01]|instskip|mul|div)$"
 )

@@ -1,0 +1,544 @@
+"""An evaluator for the pseudocode in which AMD's ISA documents define each instruction.
+
+The texts come from the PyPI package tinygrad (`runtime/autogen/amd/*/str_pcode.py`, extracted from AMD's PDFs); this module
+is a parser and interpreter of that dialect. A text is compiled once to Python closures over an environment of `Num` values:
+`S0`, `D0`, `VCC`, ... are 64-bit values of kind B, arrays are lists, and `.u32`, `[7 : 0]` are views of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+
+from tests.emulator.pcode_num import BINARY, BUILTINS, Num, cast, decode, encode
+
+_TOKEN = re.compile(
+    r"\s+|//[^\n]*"
+    r"|(?P<cast>\d+'(?:BF|[UIFB])(?!\w))"
+    r"|(?P<num>\d+'(?:0x[0-9a-fA-F]+|\d+(?:\.\d+)?)[UIFB]?|0x[0-9a-fA-F]+(?:ULL|LL|U)?|\d+\.\d+F?|\d+(?:ULL|LL|U)?)"
+    r"|(?P<name>[A-Za-z_]\w*)"
+    r"|(?P<op>\*\*|\+:|<<|>>|<=|>=|==|!=|<>|&&|\|\||\+=|-=|\|=|[-+*/%&|^~!<>=?:;,.(){}\[\]])"
+)
+_KINDS = {"f": "F", "bf": "BF", "u": "U", "i": "I", "b": "B"}
+_VIEW = re.compile(r"(bf|f|u|i|b)(\d+)$")
+_INF = float("inf")
+# name -> double; `.f32` behind it picks the width. A result that is too small or too large, to nearest even, is 0 or infinity
+_CONSTANTS = {"INF": _INF, "NAN": float("nan"), "PI": 3.141592653589793, "UNDERFLOW_F32": 0.0, "OVERFLOW_F32": _INF}
+_CONSTANTS |= {"UNDERFLOW_F64": 0.0, "OVERFLOW_F64": _INF, "UNDERFLOW_F16": 0.0, "OVERFLOW_F16": _INF}
+
+Env = dict
+Node = Callable[[Env], Num]
+
+
+class _Return(Exception):
+    pass
+
+
+class _Break(Exception):
+    pass
+
+
+def tokenize(text: str) -> list[tuple[str, str]]:
+    out, at = [], 0
+    while at < len(text):
+        m = _TOKEN.match(text, at)
+        if not m or m.end() == at:
+            raise SyntaxError(f"pseudocode: {text[at : at + 20]!r}")
+        at = m.end()
+        if m.lastgroup:
+            out.append((m.lastgroup, m[m.lastgroup]))
+    return [*out, ("end", "")]
+
+
+def _literal(text: str) -> Num:
+    width, kind = 32, "I"
+    m = re.match(r"(\d+)'(.*?)([UIFB]?)$", text) if "'" in text else None
+    if m:
+        width, text = int(m[1]), m[2]
+        kind = m[3] or ("F" if "." in text else "B")
+    elif text.endswith("ULL"):
+        width, kind, text = 64, "U", text[:-3]
+    elif text.endswith("LL"):
+        width, kind, text = 64, "I", text[:-2]
+    elif text.startswith("0x"):
+        kind, text = "U", text.rstrip("U")
+        width = 32 if int(text, 16) < 1 << 32 else 64
+    elif text.endswith("U"):
+        kind, text = "U", text[:-1]
+    elif "." in text:
+        width, kind = (32, "F") if text.endswith("F") else (64, "F")
+        text = text.rstrip("F")
+    if kind == "F":
+        return Num(encode(float(text), width), width, "F")
+    return Num(int(text, 0), width, kind)
+
+
+def _convert(x: Num, width: int, kind: str) -> Num:
+    """What an assignment to a typed place stores."""
+    if kind == "F" and x.kind == "F":
+        return cast(x, width, "F")
+    if x.kind == "R":
+        return Num(encode(x.bits, width), width, kind)
+    if kind in ("U", "I") and x.kind in ("U", "I"):
+        return Num(x.value(), width, kind)
+    return Num(x.bits, width, kind)
+
+
+def _reverse(bits: int, width: int) -> int:
+    return int(format(bits, f"0{width}b")[::-1], 2)
+
+
+class _View:
+    """`.u32`"""
+
+    def __init__(self, width: int, kind: str) -> None:
+        self.width, self.kind = width, kind
+
+    def get(self, env: Env, x: Num) -> Num:
+        if self.kind == "F" and x.kind == "F" and x.width != self.width:
+            return cast(x, self.width, "F")
+        return Num(x.bits, self.width, self.kind)
+
+    def put(self, env: Env, x: Num, new: Num) -> Num:
+        new, mask = _convert(new, self.width, self.kind), (1 << self.width) - 1
+        return Num((x.bits & ~mask) | new.bits, max(x.width, self.width), x.kind)
+
+
+class _Slice:
+    """`[high : low]`, `[base +: count]` or `[bit]`; arrays are indexed. high < low reverses the bits."""
+
+    def __init__(self, first: Node, second: Node | None, mode: str) -> None:
+        self.first, self.second, self.mode = first, second, mode
+
+    def bounds(self, env: Env) -> tuple[int, int, bool]:
+        a = self.first(env).value()
+        if self.mode == "bit":
+            return a, a, False
+        b = self.second(env).value()
+        if self.mode == "+:":
+            return a + b - 1, a, False
+        return (a, b, False) if a >= b else (b, a, True)
+
+    def get(self, env: Env, x):
+        if isinstance(x, (list, dict)):
+            return x[self.first(env).value()]
+        high, low, reverse = self.bounds(env)
+        width = high - low + 1
+        bits = x.bits >> low & ((1 << width) - 1)
+        return Num(_reverse(bits, width) if reverse else bits, width, "U" if x.kind in "FI" else x.kind)
+
+    def put(self, env: Env, x, new: Num):
+        if isinstance(x, (list, dict)):
+            x[self.first(env).value()] = new
+            return x
+        high, low, reverse = self.bounds(env)
+        width = high - low + 1
+        bits = new.bits & ((1 << width) - 1)
+        bits = _reverse(bits, width) if reverse else bits
+        mask = ((1 << width) - 1) << low
+        return Num((x.bits & ~mask) | bits << low, max(x.width, high + 1), x.kind)
+
+
+class Parser:
+    """Recursive descent over the tokens; every method returns a closure."""
+
+    def __init__(self, text: str, functions: Callable[[str], Callable]) -> None:
+        self.tokens, self.at, self.functions = tokenize(text), 0, functions
+
+    def peek(self) -> str:
+        return self.tokens[self.at][1]
+
+    def take(self, text: str | None = None) -> str:
+        kind, got = self.tokens[self.at]
+        if text is not None and got != text:
+            raise SyntaxError(f"pseudocode: want {text!r}, got {got!r}")
+        self.at += 1
+        return got
+
+    def accept(self, text: str) -> bool:
+        if self.tokens[self.at][1] == text and self.tokens[self.at][0] != "end":
+            self.at += 1
+            return True
+        return False
+
+    # statements
+
+    def block(self, *ends: str) -> Callable[[Env], None]:
+        body = []
+        while self.peek() not in ends:
+            if self.accept(";"):
+                continue
+            body.append(self.statement())
+
+        def run(env: Env) -> None:
+            for s in body:
+                s(env)
+
+        return run
+
+    def statement(self) -> Callable[[Env], None]:
+        if self.accept("if"):
+            return self.conditional()
+        if self.accept("for"):
+            return self.loop()
+        if self.accept("declare"):
+            return self.declaration()
+        if self.accept("break"):
+            return self.leave(_Break)
+        if self.accept("return"):
+            return self.result()
+        if (
+            self.tokens[self.at][0] == "name"
+            and self.tokens[self.at + 1][1] == "="
+            and self.tokens[self.at + 2][1] == "lambda"
+        ):
+            return self.function()
+        if self.peek() == "{":
+            return self.split_assignment()
+        start = self.at
+        path = self.place() if self.tokens[self.at][0] == "name" else None
+        if path and self.peek() in ("=", "+=", "-=", "|="):
+            return self.assignment(path)
+        self.at = start
+        return self.result()
+
+    @staticmethod
+    def leave(error: type[Exception]) -> Callable[[Env], None]:
+        def run(env: Env) -> None:
+            raise error
+
+        return run
+
+    def result(self) -> Callable[[Env], None]:
+        value = self.expression()
+
+        def run(env: Env) -> None:
+            env["return"] = value(env)
+            raise _Return
+
+        return run
+
+    def conditional(self) -> Callable[[Env], None]:
+        arms, other = [], None
+        while True:
+            cond = self.expression()
+            self.take("then")
+            arms.append((cond, self.block("elsif", "else", "endif")))
+            if not self.accept("elsif"):
+                break
+        if self.accept("else"):
+            other = self.block("endif")
+        self.take("endif")
+
+        def run(env: Env) -> None:
+            for cond, body in arms:
+                if cond(env):
+                    return body(env)
+            return other(env) if other else None
+
+        return run
+
+    def loop(self) -> Callable[[Env], None]:
+        name = self.take()
+        self.take("in")
+        first = self.expression()
+        self.take(":")
+        last = self.expression()
+        self.take("do")
+        body = self.block("endfor")
+        self.take("endfor")
+
+        def run(env: Env) -> None:
+            for i in range(first(env).value(), last(env).value() + 1):
+                env[name] = Num(i, 32, "I")
+                try:
+                    body(env)
+                except _Break:
+                    return
+
+        return run
+
+    def declaration(self) -> Callable[[Env], None]:
+        name = self.take()
+        self.take(":")
+        width, kind = self.take().split("'")
+        size = None
+        if self.accept("["):
+            size = self.expression()({}).value()
+            self.take("]")
+
+        def run(env: Env) -> None:
+            zero = Num(0, int(width), kind)
+            env[name] = zero if size is None else [zero] * size
+
+        return run
+
+    def function(self) -> Callable[[Env], None]:
+        name = self.take()
+        self.take("=")
+        self.take("lambda")
+        self.take("(")
+        params = [self.take()]
+        while self.accept(","):
+            params.append(self.take())
+        self.take(")")
+        self.take("(")
+        body = self.block(")")
+        self.take(")")
+
+        def call(*args: Num) -> Num:
+            env = dict(zip(params, args, strict=True))
+            try:
+                body(env)
+            except _Return:
+                pass
+            return env["return"]
+
+        def run(env: Env) -> None:
+            env[name] = call
+
+        return run
+
+    def place(self) -> tuple[str, list]:
+        """A name and the views behind it."""
+        name, views = self.take(), []
+        while self.peek() in (".", "["):
+            if self.accept("."):
+                m = _VIEW.match(self.peek())
+                if m:
+                    self.take()
+                    views.append(_View(int(m[2]), _KINDS[m[1]]))
+                elif self.peek() in ("fp8", "bf8"):
+                    self.take()
+                    views.append(_View(8, "B"))
+                else:
+                    name += "." + self.take()
+            else:
+                self.take("[")
+                a = self.expression()
+                mode = "bit" if self.peek() == "]" else self.take()
+                b = None if mode == "bit" else self.expression()
+                self.take("]")
+                views.append(_Slice(a, b, mode))
+        return name, views
+
+    def assignment(self, path: tuple[str, list]) -> Callable[[Env], None]:
+        op, (name, views) = self.take(), path
+        value = self.chained() or self.expression()
+        if op != "=":
+            old, fn, new = self.read(name, views), dict(_OPERATORS)[op[0]], value
+            value = lambda env: fn(op[0], old(env), new(env))  # noqa: E731
+        return lambda env: _store(env, name, views, value(env))
+
+    def chained(self) -> Node | None:
+        """The `b = value` of `a = b = value`, as an expression; None, and nothing read, if it is not there."""
+        start = self.at
+        if self.tokens[start][0] == "name" and self.tokens[start + 1][1] != "(":
+            name, views = self.place()
+            if self.peek() == "=":
+                store, read = self.assignment((name, views)), self.read(name, views)
+                return lambda env: (store(env), read(env))[1]
+        self.at = start
+        return None
+
+    def split_assignment(self) -> Callable[[Env], None]:
+        """`{ high, low } = value`"""
+        self.take("{")
+        places = [self.place()]
+        while self.accept(","):
+            places.append(self.place())
+        self.take("}")
+        self.take("=")
+        value = self.expression()
+
+        def run(env: Env) -> None:
+            bits = value(env).bits
+            for name, views in reversed(places):
+                width = views[-1].width
+                _store(env, name, views, Num(bits, width, "B"))
+                bits >>= width
+
+        return run
+
+    # expressions
+
+    def expression(self) -> Node:
+        cond = self.binary(0)
+        if not self.accept("?"):
+            return cond
+        a = self.expression()
+        self.take(":")
+        b = self.expression()
+        return lambda env: a(env) if cond(env) else b(env)
+
+    def binary(self, level: int) -> Node:
+        if level == len(BINARY):
+            return self.unary()
+        ops, fn = BINARY[level]
+        a = self.binary(level + 1)
+        while self.peek() in ops and self.tokens[self.at][0] == "op":
+            op = self.take()
+            a = self.apply(fn, op, a, self.binary(level + 1))
+        return a
+
+    @staticmethod
+    def apply(fn: Callable, op: str, a: Node, b: Node) -> Node:
+        if op == "&&":
+            return lambda env: Num(int(bool(a(env)) and bool(b(env))), 1, "U")
+        return lambda env: fn(op, a(env), b(env))
+
+    def unary(self) -> Node:
+        if self.accept("~"):
+            a = self.unary()
+            return lambda env: _not(a(env))
+        if self.accept("!"):
+            a = self.unary()
+            return lambda env: Num(int(not a(env)), 1, "U")
+        if self.accept("-"):
+            a = self.unary()
+            return lambda env: _negate(a(env))
+        if self.accept("+"):
+            return self.unary()
+        return self.primary()
+
+    def primary(self) -> Node:
+        kind, text = self.tokens[self.at]
+        if kind == "num":
+            self.take()
+            x = _literal(text)
+            return lambda env: x
+        if kind == "cast":
+            width, to = self.take().split("'")
+            self.take("(")
+            a = self.expression()
+            self.take(")")
+            return lambda env: cast(a(env), int(width), to)
+        if self.accept("("):
+            a = self.expression()
+            self.take(")")
+            return a
+        if self.accept("{"):
+            parts = [self.expression()]
+            while self.accept(","):
+                parts.append(self.expression())
+            self.take("}")
+            return lambda env: _concat([p(env) for p in parts])
+        if kind == "name":
+            if self.tokens[self.at + 1][1] == "(":
+                return self.call()
+            return self.read(*self.place())
+        raise SyntaxError(f"pseudocode: {text!r}")
+
+    def call(self) -> Node:
+        name = self.take()
+        self.take("(")
+        args = [self.expression()]
+        while self.accept(","):
+            args.append(self.expression())
+        self.take(")")
+        known = BUILTINS.get(name)
+
+        def run(env: Env) -> Num:
+            fn = known or env.get(name) or self.functions(name)
+            return fn(*(a(env) for a in args))
+
+        return run
+
+    def read(self, name: str, views: list) -> Node:
+        if name == "DENORM":
+            denorm = Num(0, 64, "DENORM")
+            return lambda env: denorm
+        if name in _CONSTANTS:
+            width = views[0].width if views else 32 if name.endswith("32") else 64
+            constant = Num(encode(_CONSTANTS[name], width), width, "F")
+            return lambda env: constant
+        if not views:
+            return lambda env: env[name]
+
+        def run(env: Env) -> Num:
+            x = env[name]
+            for v in views:
+                x = v.get(env, x)
+            return x
+
+        return run
+
+
+_OPERATORS = [(op, fn) for ops, fn in BINARY for op in ops]
+
+
+def _store(env: Env, name: str, views: list, value: Num) -> None:
+    if not views:
+        old = env.get(name)
+        # a declared or register place keeps its type
+        env[name] = _convert(value, old.width, old.kind) if isinstance(old, Num) and name in _TYPED else value
+        return
+    stack = [env.get(name, Num(0, 64, "B"))]
+    for v in views[:-1]:
+        stack.append(v.get(env, stack[-1]))
+    for v, x in zip(reversed(views), reversed(stack), strict=True):
+        value = v.put(env, x, value)
+    env[name] = value
+
+
+# registers: assigning to the bare name keeps 64 bits
+_TYPED = frozenset({"D0", "D1", "VCC", "EXEC", "SCC"})
+
+
+def _not(x: Num) -> Num:
+    return Num(~x.bits, x.width, x.kind)
+
+
+def _negate(x: Num) -> Num:
+    if x.kind == "F":
+        return Num(x.bits ^ 1 << (x.width - 1), x.width, "F")
+    return Num(-x.value(), x.width, x.kind)
+
+
+def _concat(parts: list[Num]) -> Num:
+    bits, width = 0, 0
+    for p in parts:
+        bits, width = bits << p.width | p.bits, width + p.width
+    return Num(bits, width, "B")
+
+
+@cache
+def _compile(text: str, table: Pseudocode) -> Callable[[Env], None]:
+    return Parser(text, table.function).block("")
+
+
+class Pseudocode:
+    """The texts of one ISA document: mnemonic in lower case, without encoding suffix -> text."""
+
+    def __init__(self, table: dict, functions: dict[str, Callable] | None = None) -> None:
+        """table: opcode -> text; functions: further built-in functions."""
+        self.functions = functions or {}
+        self.texts: dict[str, str] = {}
+        for key, text in table.items():
+            name = re.sub(r"_E(32|64)$", "", key.name).lower()
+            # the long encodings' texts name every source; both texts of one name agree otherwise
+            if name not in self.texts or key.name.endswith("E64"):
+                self.texts[name] = text
+
+    def run(self, name: str, env: Env) -> Env:
+        """Execute the text of a mnemonic over env, in place."""
+        _compile(self.texts[name], self)(env)
+        return env
+
+    def function(self, name: str) -> Callable[..., Num]:
+        """A built-in function of this document, or `v_max_num_f32(a, b)`: another instruction on other sources."""
+        if name in self.functions:
+            return self.functions[name]
+        kind = _VIEW.search(name.rsplit("_", 1)[-1])
+        width, letter = int(kind[2]), _KINDS[kind[1]]
+
+        def call(*args: Num) -> Num:
+            env = {f"S{i}": a for i, a in enumerate(args)} | {"D0": Num(0, 64, "B"), "WAVE_MODE.IEEE": Num(1, 1, "U")}
+            self.run(name, env)
+            return Num(env["D0"].bits, width, letter)
+
+        return call
+
+
+__all__ = ["Env", "Num", "Pseudocode", "decode"]
