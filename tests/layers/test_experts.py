@@ -160,6 +160,21 @@ def test_tensors_that_do_not_fit():
     world(1).run(program)
 
 
+def test_an_output_outlives_the_next_layer_call():
+    modules = [mixtral().model.layers[number].mlp.experts for number in range(2)]
+    x, index, weights = torch.ones(3, 32), torch.tensor([[0, 1]] * 3), torch.ones(3, 2)
+
+    def program(pe):
+        with torch.no_grad(), layers.shared_ops():
+            first = layers.mori_ep_experts_forward(modules[0], x, index, weights)
+            before = first.clone()
+            second = layers.mori_ep_experts_forward(modules[1], x, index, weights)
+        assert not torch.equal(first, second)
+        assert torch.equal(first, before)
+
+    world(1).run(program)
+
+
 def experts_module(num_experts, hidden, **layout):
     """An experts module in one of transformers' weight layouts, with random weights."""
     transposed, bias, gate = (layout.get(key, default) for key, default in _DEFAULTS.items())
