@@ -175,7 +175,8 @@ MORI_BODY i32 barrier_all(Ctx ctx) {
       u64 word = sync;
 #pragma clang loop unroll(disable)
       for (u64 distance = 1; distance < n; distance *= 2, word += 8) {
-        u32 to = (u32)((me + distance) % n), from = (u32)((me + n - distance) % n);
+        u64 to = me + distance < n ? me + distance : me + distance - n;
+        u64 from = me >= distance ? me - distance : me + n - distance;
         u64 there = translate(ctx, word, 8, (i32)to);
         if (there == 0) {
           report_by_one(ctx, kRefused, (i32)to, kTagBarrierAll, word, 8, 0, 0);

@@ -1,4 +1,6 @@
-"""Kernels of the device library's tests. `which` selects at run time, so that a group of functions is compiled once."""
+"""Kernels of the device library's tests. `which` selects at run time, and no value is specialised: a group of functions
+is compiled once.
+"""
 
 import triton
 import triton.language as tl
@@ -6,7 +8,7 @@ import triton.language as tl
 from mori_triton.device import externs, shmem
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["dst", "src", "num_bytes", "pe", "sig", "value", "op", "which"])
 def copy_kernel(ctx, out, dst, src, num_bytes, pe, sig, value, op, which):
     """Every ctx-first copy. out: int64 [1]; dst, src, sig: addresses."""
     result = tl.cast(-7, tl.int32)
@@ -53,7 +55,7 @@ def put_after_store_kernel(ctx, dst, scratch, got, N: tl.constexpr):
     tl.store(got + N + offs, tl.flip(row, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["p32", "p64", "pe"])
 def fetch_kernel(ctx, out, p32, p64, pe, LANES: tl.constexpr):
     """Every fetch once, 32 and 64 bits; the results reach all threads. out: int64 [16, LANES]."""
     offs = tl.arange(0, LANES)
@@ -71,7 +73,7 @@ def fetch_kernel(ctx, out, p32, p64, pe, LANES: tl.constexpr):
         tl.store(o + 7 * LANES, zero + shmem.atomic_compare_swap(ctx, p, 1234, 4321, pe))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["p32", "p64", "pe"])
 def nonfetch_kernel(ctx, p32, p64, pe):
     """Every operation without a result, on words of its own. p32, p64: [8]."""
     for i in tl.static_range(2):
@@ -115,7 +117,7 @@ def where_kernel(ctx, out, addresses, pes, N: tl.constexpr):
     tl.store(out + N + 1, shmem.n_pes(ctx))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sig", "value", "pe", "which"])
 def signal_kernel(ctx, out, sig, value, pe, which):
     """A signal, or a wait. out: int64 [64], the result of every thread."""
     result = tl.cast(-7, tl.int64)
@@ -140,7 +142,7 @@ def signal_kernel(ctx, out, sig, value, pe, which):
     tl.store(out + tl.arange(0, 64), result)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rounds"])
 def ping_kernel(ctx, data, sig, bad, rounds, N: tl.constexpr):
     """Each round every PE sends a row to the next one, which checks all of it. data: int32 [2, N]; bad: int32 [1]."""
     me, n = shmem.my_pe(ctx), shmem.n_pes(ctx)
@@ -160,7 +162,7 @@ def ping_kernel(ctx, data, sig, bad, rounds, N: tl.constexpr):
     tl.store(bad, tl.sum(wrong, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rounds"])
 def barrier_kernel(ctx, words, bad, rounds):
     """Write to everybody, meet, check all, meet. words: int64 [n], symmetric; bad: int32 [1]."""
     me, n = shmem.my_pe(ctx), shmem.n_pes(ctx)

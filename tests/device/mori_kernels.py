@@ -8,7 +8,7 @@ import triton.language as tl
 from mori_triton.device import externs as mori
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["dst", "src", "count", "pe", "which"])
 def put_kernel(out, dst, src, count, pe, which):
     """Every typed put."""
     result = tl.cast(-7, tl.int64)
@@ -45,7 +45,7 @@ def put_kernel(out, dst, src, count, pe, which):
     tl.store(out, result)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["dst", "src", "count", "pe", "which"])
 def get_nbi_kernel(out, dst, src, count, pe, which):
     """Every typed non-blocking get."""
     result = tl.cast(-7, tl.int64)
@@ -82,7 +82,7 @@ def get_nbi_kernel(out, dst, src, count, pe, which):
     tl.store(out, result)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["dst", "src", "count", "pe", "which"])
 def get_kernel(out, dst, src, count, pe, which):
     """Every typed get."""
     result = tl.cast(-7, tl.int64)
@@ -119,7 +119,7 @@ def get_kernel(out, dst, src, count, pe, which):
     tl.store(out, result)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["dst", "src", "count", "sig", "value", "op", "pe", "which"])
 def put_signal_kernel(out, dst, src, count, sig, value, op, pe, which):
     """Puts with a signal, and the put of a small value in memory."""
     result = tl.cast(-7, tl.int64)
@@ -134,7 +134,7 @@ def put_signal_kernel(out, dst, src, count, sig, value, op, pe, which):
     tl.store(out, result)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["dst", "value", "real", "pe", "which"])
 def p_kernel(out, dst, value, real, pe, which):
     """Every immediate put."""
     result = tl.cast(-7, tl.int64)
@@ -173,7 +173,7 @@ def p_kernel(out, dst, value, real, pe, which):
     tl.store(out, result)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["dst", "src", "count", "value", "compare", "op", "pe", "which"])
 def atomic_kernel(out, dst, src, count, value, compare, op, pe, which):
     """Every atomic."""
     result = tl.cast(-7, tl.int64)
@@ -206,7 +206,7 @@ def atomic_kernel(out, dst, src, count, value, compare, op, pe, which):
     tl.store(out, result)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["addr", "value", "which"])
 def wait_kernel(out, addr, value, which):
     """Every wait."""
     result = tl.cast(-7, tl.int64)
@@ -229,7 +229,7 @@ def wait_kernel(out, addr, value, which):
     tl.store(out, result)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["addr", "pe", "which"])
 def plain_kernel(out, addr, pe, which):
     """Who, where, order, barrier."""
     result = tl.cast(-7, tl.int64)
