@@ -11,7 +11,7 @@ from mori_triton.emulator.isa.integer import Formula
 from mori_triton.emulator.state import Operand
 from mori_triton.emulator.vector_lanes import Lanes
 from mori_triton.emulator.vector_matrix import MATRIX, Matrix
-from mori_triton.emulator.vector_packed import PACKED, Packed
+from mori_triton.emulator.vector_packed import MIXED, PACKED, Packed
 
 _WIDTH = {"q": 64, "d": 64}
 
@@ -64,6 +64,8 @@ class Vector(Lanes, Packed, Matrix):
             self.lane_move(ins, k)
         elif k in PACKED:
             self.packed(ins, ops, k)
+        elif k in MIXED:
+            self.mixed(ins, ops, k)
         elif k in MATRIX:
             self.matrix(ops, k)
         elif k in isa.VALU:

@@ -46,6 +46,7 @@ class Lanes:
             "readfirstlane_b32",
             "readlane_b32",
             "writelane_b32",
+            "swap_b32",
             "permlane16_b32",
             "permlanex16_b32",
             "permlane16_swap_b32",
@@ -84,10 +85,25 @@ class Lanes:
                 self.swrite(self.op(ops[0]), f.load(f.gep(self.vptr(self.op(ops[1]).idx), lane), 32))
             else:
                 f.store(f.gep(self.vptr(self.op(ops[0]).idx), lane), self.sread(self.op(ops[1])))
+        elif k == "swap_b32":
+            self.swap(ops)
         elif k.endswith("swap_b32"):
             self.permlane_swap(ops, k)
         else:
             self.permlane(ins, ops, k)
+
+    def swap(self, ops: list[str]) -> None:
+        """Exchange two registers in the active lanes."""
+        W = self.W
+
+        def build(f: Fn, p: list) -> None:
+            a, b, ex = f.load(p[0], 32, W), f.load(p[1], 32, W), p[2].bits_to_lanes(W)
+            self.write_vector(f, p[0], b, ex)
+            self.write_vector(f, p[1], a, ex)
+            f.emit("ret void")
+
+        args = [("ptr", self.vptr(self.op(o).idx)) for o in ops]
+        self.call("swap_b32", "void", [*args, (f"i{W}", self.exec().name)], build)
 
     def permlane_swap(self, ops: list[str], k: str) -> None:
         """Odd rows (of 16 or 32 lanes) of the first register <-> even rows of the second; exec is not looked at."""

@@ -12,35 +12,34 @@ from mori_triton.emulator import isa
 from tests.emulator.pcode import Pseudocode
 from tests.emulator.pcode_num import BUILTINS, Num, encode, float8, is_nan, round_like
 
-# mnemonic -> (text, its replacement). Why:
+# mnemonic -> [(text, its replacement)]. Why:
 #  rndne: the text loses the sign of a zero result; the instruction implements rint of IEEE 754
 #  frexp_exp: the mantissa of a denormal number is normalised, so its exponent has to be as well
 #  ldexp_f16: the power of two does not overflow before it is multiplied
-#  div_scale: without a case that fits the operand passes unscaled; the reciprocal meant is the one in the operand's format; a
-#    denominator whose reciprocal is denormal is scaled down (up, it would overflow), and div_fmas undoes it; each lane has its
-#    own flag
+#  div_scale: without a case that fits the operand passes unscaled; the reciprocal meant is the one in the operand's
+#    format; a denominator whose reciprocal is denormal is scaled down (up, it would overflow), and div_fmas undoes it;
+#    each lane has its own flag
 #  div_fmas: the factor undoes div_scale, so it is 2**64 (2**128), down for small quotients, and there is one rounding
 #  cvt_pk_rtz: rounding is a mode there, an own function here
 _CORRECTIONS: dict[str, list[tuple[str, str]]] = {
-    "v_cvt_pk_rtz_f16_f32": [("f32_to_f16(", "f32_to_f16_rtz("), ("ROUND_TOWARD_ZERO", "ROUND_NEAREST_EVEN")],
-    "v_cvt_pkrtz_f16_f32": [("f32_to_f16(", "f32_to_f16_rtz("), ("ROUND_TOWARD_ZERO", "ROUND_NEAREST_EVEN")],
-    "s_cvt_pk_rtz_f16_f32": [("f32_to_f16(", "f32_to_f16_rtz("), ("ROUND_TOWARD_ZERO", "ROUND_NEAREST_EVEN")],
     "v_ldexp_f16": [("16'F(2.0F ** 32'I(S1.i16))", "2.0F ** 32'I(S1.i16)")],
 }
-for _w, _step in ((16, 0), (32, 64), (64, 128)):
-    _f = f"f{_w}"
+for _name in ("v_cvt_pk_rtz_f16_f32", "v_cvt_pkrtz_f16_f32", "s_cvt_pk_rtz_f16_f32"):
+    _CORRECTIONS[_name] = [("f32_to_f16(", "f32_to_f16_rtz("), ("ROUND_TOWARD_ZERO", "ROUND_NEAREST_EVEN")]
+for _f, _step, _bias in (("f16", 0, 15), ("f32", 64, 127), ("f64", 128, 1023)):
     _CORRECTIONS[f"v_rndne_{_f}"] = _CORRECTIONS[f"s_rndne_{_f}"] = [("", f"D0.{_f} = rint(S0.{_f})")]
-    _CORRECTIONS[f"v_frexp_exp_i32_{_f}"] = [(f"exponent(S0.{_f}) - {127 if _w == 32 else 1023} + 1", f"frexp_exponent(S0.{_f})")]
+    _CORRECTIONS[f"v_frexp_exp_i32_{_f}"] = [(f"exponent(S0.{_f}) - {_bias} + 1", f"frexp_exponent(S0.{_f})")]
+    _scaling = "VCC = 0x1LL;\nif S0.{0} == S1.{0} then\n// Only scale the denominator\nD0.{0} = ldexp(S0.{0}, {1})\n"
     _CORRECTIONS[f"v_div_scale_{_f}"] = [
         ("VCC = 0x0LL;", f"VCC = 0x0LL;\nD0.{_f} = S0.{_f};"),
         (f"1.0 / 64'F(S1.{_f}) == DENORM.f64", f"1.0F / S1.{_f} == DENORM.{_f}"),
-        (f"VCC = 0x1LL;\nif S0.{_f} == S1.{_f} then\n// Only scale the denominator\nD0.{_f} = ldexp(S0.{_f}, {_step})\nendif\nelsif 1.0",
-         f"VCC = 0x1LL;\nif S0.{_f} == S1.{_f} then\nD0.{_f} = ldexp(S0.{_f}, -{_step})\nendif\nelsif 1.0"),
-    ]  # fmt: skip
-    _CORRECTIONS[f"v_div_scale_{_f}"].append(("VCC = 0x1LL", "VCC.u64[laneId] = 1'1U"))
+        (_scaling.format(_f, _step) + "endif\nelsif 1.0", _scaling.format(_f, -_step) + "endif\nelsif 1.0"),
+        ("VCC = 0x1LL", "VCC.u64[laneId] = 1'1U"),
+    ]
+    _sources = f"(S0.{_f}, S1.{_f}, S2.{_f})"
     _CORRECTIONS[f"v_div_fmas_{_f}"] = [
-        (f"2.0F ** 32 * fma(S0.{_f}, S1.{_f}, S2.{_f})", f"fma_scaled(S0.{_f}, S1.{_f}, S2.{_f})"),
-        (f"2.0 ** 64 * fma(S0.{_f}, S1.{_f}, S2.{_f})", f"fma_scaled(S0.{_f}, S1.{_f}, S2.{_f})"),
+        (f"2.0F ** 32 * fma{_sources}", f"fma_scaled{_sources}"),
+        (f"2.0 ** 64 * fma{_sources}", f"fma_scaled{_sources}"),
     ]
 
 
@@ -52,7 +51,7 @@ def _fma_scaled(a: Num, b: Num, c: Num) -> Num:
     exact = Fraction(x) * Fraction(y) + Fraction(z)
     if exact == 0:
         return BUILTINS["fma"](a, b, c)
-    large = c.bits >> {32: 23, 64: 52}[c.width] & {32: 255, 64: 2047}[c.width] > {32: 127, 64: 1023}[c.width]
+    large = BUILTINS["exponent"](c).value() > (127 if c.width == 32 else 1023)
     return Num(encode(exact * Fraction(2) ** (step if large else -step), c.width), c.width, "F")
 
 
@@ -74,8 +73,8 @@ def _maximum(sign: int):
             if is_nan(x.bits, x.width):
                 return BUILTINS["cvtToQuietNAN"](x)
         # -0 < +0, so compare zeros by sign
-        first = (sign * a.value(), -sign * (a.bits >> (a.width - 1))) >= (sign * b.value(), -sign * (b.bits >> (b.width - 1)))
-        return a if first else b
+        keys = [(sign * x.value(), -sign * (x.bits >> (x.width - 1))) for x in (a, b)]
+        return a if keys[0] >= keys[1] else b
 
     return f
 
@@ -87,6 +86,8 @@ _COMMON = {
     "f32_to_f16_rtz": _toward_zero,
     "v_maximum_f32": _maximum(1),
     "v_minimum_f32": _maximum(-1),
+    "v_maximum3_f16": lambda a, b, c: _maximum(1)(_maximum(1)(a, b), c),
+    "v_minimum3_f16": lambda a, b, c: _maximum(-1)(_maximum(-1)(a, b), c),
 }
 _OCP = {
     "f32_to_fp8": lambda x: Num(float8(x.value(), 3, 7, 448.0, infinite=False, fnuz=False), 8, "B"),

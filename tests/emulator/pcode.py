@@ -1,12 +1,13 @@
 """An evaluator for the pseudocode in which AMD's ISA documents define each instruction.
 
-The texts come from the PyPI package tinygrad (`runtime/autogen/amd/*/str_pcode.py`, extracted from AMD's PDFs); this module
-is a parser and interpreter of that dialect. A text is compiled once to Python closures over an environment of `Num` values:
-`S0`, `D0`, `VCC`, ... are 64-bit values of kind B, arrays are lists, and `.u32`, `[7 : 0]` are views of them.
+The texts come from the PyPI package tinygrad (`runtime/autogen/amd/*/str_pcode.py`, extracted from AMD's PDFs); this
+module is a parser and interpreter of that dialect. A text is compiled once to Python closures over an environment of
+`Num` values: `S0`, `D0`, `VCC`, ... are 64-bit values of kind B, arrays are lists; `.u32` and `[7 : 0]` are views of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from functools import cache
@@ -23,7 +24,7 @@ _TOKEN = re.compile(
 _KINDS = {"f": "F", "bf": "BF", "u": "U", "i": "I", "b": "B"}
 _VIEW = re.compile(r"(bf|f|u|i|b)(\d+)$")
 _INF = float("inf")
-# name -> double; `.f32` behind it picks the width. A result that is too small or too large, to nearest even, is 0 or infinity
+# name -> double; `.f32` behind it picks the width. Rounded to nearest even, an underflow is 0 and an overflow infinity
 _CONSTANTS = {"INF": _INF, "NAN": float("nan"), "PI": 3.141592653589793, "UNDERFLOW_F32": 0.0, "OVERFLOW_F32": _INF}
 _CONSTANTS |= {"UNDERFLOW_F64": 0.0, "OVERFLOW_F64": _INF, "UNDERFLOW_F16": 0.0, "OVERFLOW_F16": _INF}
 
@@ -150,7 +151,7 @@ class Parser:
         return self.tokens[self.at][1]
 
     def take(self, text: str | None = None) -> str:
-        kind, got = self.tokens[self.at]
+        got = self.tokens[self.at][1]
         if text is not None and got != text:
             raise SyntaxError(f"pseudocode: want {text!r}, got {got!r}")
         self.at += 1
@@ -289,10 +290,8 @@ class Parser:
 
         def call(*args: Num) -> Num:
             env = dict(zip(params, args, strict=True))
-            try:
+            with contextlib.suppress(_Return):
                 body(env)
-            except _Return:
-                pass
             return env["return"]
 
         def run(env: Env) -> None:

@@ -16,7 +16,7 @@ _FORMATS = {16: (5, 10, np.float16, np.uint16), 32: (8, 23, np.float32, np.uint3
 
 
 class Num:
-    """`bits` of a value `width` wide; kind: U, I, B integers, F float, R exact real (then `bits` is a Fraction or float)."""
+    """`bits` of a value `width` wide; kind: U, I, B integers, F float, R exact real (`bits` is then a Fraction)."""
 
     __slots__ = ("bits", "kind", "width")
 
@@ -285,8 +285,7 @@ def _unorm(width: int) -> Callable[[Num], Num]:
 
 
 def float8(x: float, mbits: int, bias: int, top: float, *, infinite: bool, fnuz: bool) -> int:
-    """An 8-bit float of `mbits` mantissa bits, to nearest even; beyond `top` saturated. NaN for NaN (and, when the format
-    has infinities, infinity for infinity)."""
+    """An 8-bit float of `mbits` mantissa bits, to nearest even, saturated at `top`; infinity only from infinity."""
     sign = 0x80 if math.copysign(1, x) < 0 else 0
     if math.isnan(x):
         return 0x80 if fnuz else sign | 0x7F

@@ -1,8 +1,8 @@
 """Every vector ALU instruction of the tables, lane by lane, against AMD's pseudocode.
 
-One program per GPU holds each instruction once, with its own destination registers, and runs several times on new operands.
-A result must have the documented bits. Two exceptions: a NaN that arithmetic makes may have any payload, and the
-transcendental functions may differ by the last place.
+One program per GPU holds each instruction once, with its own destination registers, and runs several times on new
+operands. A result must have the documented bits. Two exceptions: a NaN that arithmetic makes may have any payload, and
+the transcendental functions may differ by the last place.
 """
 
 from __future__ import annotations

@@ -18,6 +18,14 @@ def fma(a: Val, b: Val, c: Val) -> Val:
     return a.intr("fma", b, c)
 
 
+def to_odd(exact: Val) -> Val:
+    """fp64 to fp32, rounded to odd: what is then rounded to a narrower format was rounded only once."""
+    near = exact.fconv(32)
+    back = near.fconv(64)
+    toward_zero = near.i() - back.intr("fabs").cmp("ogt", exact.intr("fabs")).zext(32)
+    return (toward_zero | back.cmp("one", exact).zext(32)).f()
+
+
 def is_nan(a: Val) -> Val:
     return a.cmp("uno", a)
 

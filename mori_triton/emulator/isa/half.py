@@ -17,17 +17,14 @@ from mori_triton.emulator.isa.floating import (
     med3,
     minimum,
     three,
+    to_odd,
 )
 from mori_triton.emulator.isa.integer import Formula, med3_int, minmax, three_int
 
 
 def fma_half(a: Val, b: Val, c: Val) -> Val:
-    """Exact in fp64, then to fp16 by way of fp32 rounded to odd (hosts have no direct conversion), so rounded once."""
-    exact = a.fconv(64).intr("fma", b.fconv(64), c.fconv(64))
-    near = exact.fconv(32)
-    back = near.fconv(64)
-    toward_zero = near.i() - back.intr("fabs").cmp("ogt", exact.intr("fabs")).zext(32)
-    return (toward_zero | back.cmp("one", exact).zext(32)).f().fconv(16)
+    """Exact in fp64; then by way of fp32, since hosts have no conversion from fp64 to fp16."""
+    return to_odd(a.fconv(64).intr("fma", b.fconv(64), c.fconv(64))).fconv(16)
 
 
 def _wide(name: str) -> Formula:
