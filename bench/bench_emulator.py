@@ -1,8 +1,7 @@
 """How fast the emulated device runs on one core: `python bench/bench_emulator.py [--arch gfx1201] [--seconds 1]`.
 
-Every kernel's result is checked in the same run: against numpy, exactly, or for the reduction against a numpy sum in the kernel's
-order. An instruction is one instruction of one wave (32 or 64 lanes). Bytes are what the kernel's tensors give and take, each
-read or written once.
+Every launch's result is checked in the same run against numpy: exactly, the reduction within bfloat16's precision. An
+instruction is one instruction of one wave (32 or 64 lanes). Bytes are what must be read and written, each once.
 """
 
 from __future__ import annotations

@@ -62,10 +62,10 @@ class _System(ctypes.Structure):
 class _Launch(ctypes.Structure):
     """`WeakLaunch` of weak.h."""
 
-    _fields_ = _words(
-        "system device number acquire_per_wave release_per_wave wait_releases homes num_homes groups num_groups ended "
-        "previous next acquired acquired_system unreleased"
-    )
+    _fields_ = [
+        *_words("system device number acquire_per_wave release_per_wave wait_releases homes num_homes groups"),
+        *_words("num_groups ended previous next acquired acquired_system unreleased"),
+    ]
 
 
 @functools.cache
