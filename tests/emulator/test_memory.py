@@ -41,7 +41,7 @@ def registers(first: int, num_bytes: int) -> str:
 
 
 def operands(kind: str, mode: str, data: str) -> str:
-    """Operands of a load or store of `data`: offset in v10, address in v[12:13], base in s[4:5], resource in s[8:11]."""
+    """Operands of a load or store: offset in v10, address in v[12:13], base in s[4:5], resource in s[8:11]."""
     load = kind == "load"
 
     def order(address: str) -> str:
