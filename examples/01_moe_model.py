@@ -46,8 +46,12 @@ def read_texts(pes: int, seed: int) -> list[torch.Tensor]:
     return [torch.tensor([[zlib.crc32(word.encode()) % SHAPE["vocab_size"] for word in text]]) for text in words]
 
 
-def run_spread(model: PreTrainedModel, texts: list[torch.Tensor], arch: str) -> tuple[list[torch.Tensor], Traffic]:
-    """The logits of each PE's text, with the model's experts spread over as many PEs as there are texts."""
+def expert_kib(model: PreTrainedModel) -> float:
+    return sum(weights.numel() * 4 for name, weights in model.named_parameters() if ".experts." in name) / 1024
+
+
+def run_spread(model: PreTrainedModel, texts: list[torch.Tensor], arch: str) -> tuple[list[tuple], Traffic]:
+    """Each PE's (logits of its text, KiB of expert weights), with the experts spread over as many PEs as texts."""
     calls: list[layers.LayerTraffic] = []
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
@@ -57,15 +61,15 @@ def run_spread(model: PreTrainedModel, texts: list[torch.Tensor], arch: str) -> 
             calls.append(call)
             progress.advance(task)
 
-        def program(pe: int) -> torch.Tensor:
+        def program(pe: int) -> tuple[torch.Tensor, float]:
             mine = copy.deepcopy(model)
             mine.set_experts_implementation("mori_ep")
             with torch.no_grad(), layers.shared_ops(), layers.watch_traffic(mine, on_layer):
-                return mine(texts[pe]).logits
+                return mine(texts[pe]).logits, expert_kib(mine)
 
-        logits = mori.local_world(len(texts), device="cpu", arch=arch, timeout_s=100.0).run(program)
+        results = mori.local_world(len(texts), device="cpu", arch=arch, timeout_s=100.0).run(program)
     calls.sort(key=lambda call: (call.layer, call.pe))
-    return logits, [calls[start : start + len(texts)] for start in range(0, len(calls), len(texts))]
+    return results, [calls[start : start + len(texts)] for start in range(0, len(calls), len(texts))]
 
 
 def print_traffic(title: str, traffic: Traffic) -> None:
@@ -125,11 +129,13 @@ def main(
         with torch.no_grad():
             wanted = [model(text).logits for text in texts]
         started = time.perf_counter()
-        logits, traffic = run_spread(model, texts, arch)
+        results, traffic = run_spread(model, texts, arch)
         seconds = time.perf_counter() - started
-        difference = max(float((a - b).abs().max()) for a, b in zip(wanted, logits, strict=True))
+        difference = max(float((a - b).abs().max()) for a, (b, _) in zip(wanted, results, strict=True))
         verdict = "[green]equal[/]" if difference <= LIMIT else "[bold red]DIFFERENT[/]"
         print_traffic(f"{model_class.__name__}: tokens sent / received", traffic)
+        kept = max(kib for _, kib in results)
+        console.print(f"expert weights: {expert_kib(model):.0f} KiB, each PE keeps {kept:.0f} KiB")
         console.print(f"largest logit difference {difference:.1e}, allowed {LIMIT:.0e}: {verdict} ({seconds:.1f} s)\n")
         runs[model_class.__name__] = traffic
         worst = max(worst, difference)
