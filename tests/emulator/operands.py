@@ -32,8 +32,9 @@ _F16 = [0, 1, 0x3FF, 0x400, 0x3800, 0x3BFF, 0x3C00, 0x3E00, 0x4100, 0x7BFF, 0x7C
 
 
 def _mix(rng: np.random.Generator, edges: list[int], bits: int, n: int, ordinary: np.ndarray) -> np.ndarray:
-    """n values: half edges, a quarter random bits, a quarter ordinary numbers."""
+    """n values: half edges (zero more often than others), a quarter random bits, a quarter ordinary numbers."""
     kind = rng.integers(0, 4, n)
+    edges = edges + [x for x in edges if x << 1 & ((1 << bits) - 1) == 0] * 3
     anything = rng.integers(0, 1 << bits, n, dtype=np.uint64)
     return np.where(kind < 2, rng.choice(np.array(edges, np.uint64), n), np.where(kind == 2, anything, ordinary))
 

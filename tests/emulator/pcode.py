@@ -2,7 +2,7 @@
 
 The texts come from the PyPI package tinygrad (`runtime/autogen/amd/*/str_pcode.py`, extracted from AMD's PDFs); this
 module is a parser and interpreter of that dialect. A text is compiled once to Python closures over an environment of
-`Num` values: `S0`, `D0`, `VCC`, ... are 64-bit values of kind B, arrays are lists; `.u32` and `[7 : 0]` are views of them.
+`Num` values: `S0`, `D0`, `VCC`, ... are 64-bit values of kind B, arrays are lists, `.u32` and `[7 : 0]` are views.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from functools import cache
 
-from tests.emulator.pcode_num import BINARY, BUILTINS, Num, cast, decode, encode
+from tests.emulator.pcode_num import BINARY, BUILTINS, Num, SignedZero, cast, decode, encode
 
 _TOKEN = re.compile(
     r"\s+|//[^\n]*"
@@ -388,6 +388,11 @@ class Parser:
         return lambda env: fn(op, a(env), b(env))
 
     def unary(self) -> Node:
+        if self.peek() in "+-" and self.tokens[self.at + 1][1].startswith("0.0"):
+            negative = self.take() == "-"
+            zero = _literal(self.take())
+            x = SignedZero(int(negative) << (zero.width - 1), zero.width, "F")
+            return lambda env: x
         if self.accept("~"):
             a = self.unary()
             return lambda env: _not(a(env))

@@ -38,6 +38,12 @@ class Num:
         return bool(self.bits)
 
 
+class SignedZero(Num):
+    """A zero written with its sign: equal to the zero of that sign only."""
+
+    __slots__ = ()
+
+
 def decode(bits: int, width: int) -> float:
     _, _, flt, integer = _FORMATS[width]
     return float(integer(bits).view(flt))
@@ -185,6 +191,8 @@ def _shift(op: str, a: Num, b: Num) -> Num:
 def _compare(op: str, a: Num, b: Num) -> Num:
     if b.kind == "DENORM":
         return Num(int(_is_denormal(a)), 1, "U")
+    if isinstance(b, SignedZero):
+        return Num(int(a.bits == b.bits), 1, "U")
     x, y = a.value(), b.value()
     r = {
         "==": lambda: x == y,

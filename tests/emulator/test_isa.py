@@ -19,7 +19,7 @@ from tests.emulator.pcode_num import is_nan
 
 pytestmark = pytest.mark.cpu
 
-ROUNDS = {"gfx1201": 8, "gfx942": 4}
+ROUNDS = {"gfx1201": 6, "gfx942": 3}
 WIDTH = {"i": 32, "f": 32, "h": 16, "e": 16, "q": 64, "d": 64, "p": 32}
 # two registers for each (type, position) of a source
 SOURCE = {(t, i): 2 * (3 * "ifhepqd".index(t) + i) for t in "ifhepqd" for i in range(3)}
@@ -150,6 +150,10 @@ def test_vector(arch):
             # the unused half of a 16-bit operand holds anything
             x = x | rng.integers(0, 1 << 16, wave.lanes, dtype=np.uint64) << np.uint64(16) if t in "he" else x
             wave.v[r], wave.v[r + 1] = x & np.uint64(0xFFFFFFFF), x >> np.uint64(32)
+        # in some lanes all sources are equal
+        equal = rng.integers(0, 8, wave.lanes) == 0
+        for (t, _), r in SOURCE.items():
+            wave.v[r : r + 2, equal] = wave.v[SOURCE[t, 0] : SOURCE[t, 0] + 2, equal]
         wave.v[FIRST_RESULT:] = rng.integers(0, 1 << 32, wave.v[FIRST_RESULT:].shape, dtype=np.uint64)
         # fmac reads its destination
         for c in cases:

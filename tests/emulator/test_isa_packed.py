@@ -108,9 +108,7 @@ def test_mixed(name):
         half, upper, neg = flags(rng, 3), flags(rng, 3), flags(rng, 3)
         sources = [f"{'-' * n}v{2 * k + h}" for k, (n, h) in enumerate(zip(neg, half, strict=True))]
         cases.append((half, upper, neg))
-        lines.append(
-            f"v_{name} v{10 + i}, {', '.join(sources)} {listed('op_sel', upper)} {listed('op_sel_hi', half)}"
-        )
+        lines.append(f"v_{name} v{10 + i}, {', '.join(sources)} {listed('op_sel', upper)} {listed('op_sel_hi', half)}")
     wave = Wave("gfx1201", lines)
     for k in range(3):
         wave.v[2 * k], wave.v[2 * k + 1] = operands.values(rng, "f", 32), operands.values(rng, "p", 32)

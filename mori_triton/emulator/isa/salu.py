@@ -162,9 +162,9 @@ SALU: dict[str, tuple[str, Formula]] = {
     "mul_u64": ("q<-qq", _plain(lambda a, b: a * b)),
     "abs_i32": ("i<-i", _setnz(lambda a: a.cmp("slt", 0).pick(0 - a, a))),
     "min_i32": ("i<-ii", _minmax("slt")),
-    "max_i32": ("i<-ii", _minmax("sgt")),
+    "max_i32": ("i<-ii", _minmax("sge")),
     "min_u32": ("i<-ii", _minmax("ult")),
-    "max_u32": ("i<-ii", _minmax("ugt")),
+    "max_u32": ("i<-ii", _minmax("uge")),
     # shifts
     "lshl_b32": ("i<-ii", _setnz(lambda a, b: a << (b & 31))),
     "lshr_b32": ("i<-ii", _setnz(lambda a, b: a >> (b & 31))),
