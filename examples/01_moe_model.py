@@ -73,7 +73,8 @@ def run_spread(model: PreTrainedModel, texts: list[torch.Tensor], arch: str) -> 
 
 
 def print_traffic(title: str, traffic: Traffic) -> None:
-    table = Table(title=title, title_justify="left", title_style="bold")
+    console.print(f"[bold]{title}[/]")
+    table = Table()
     table.add_column("layer")
     for call in traffic[0]:
         table.add_column(f"PE {call.pe}", justify="right")

@@ -44,8 +44,8 @@ def tokens(*shape: int) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def world(num_pes: int) -> Any:
-    return mori.local_world(num_pes, device="cpu", heap_size="16M", timeout_s=60.0)
+def world(num_pes: int, **options: Any) -> mori.LocalWorld:
+    return mori.local_world(num_pes, device="cpu", heap_size="16M", timeout_s=60.0, **options)
 
 
 def forward(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
@@ -56,8 +56,10 @@ def forward(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     return model(ids).logits
 
 
-def spread(model: PreTrainedModel, parts: list[torch.Tensor], after: Callable = lambda pe, mine: None) -> list[tuple]:
-    """Run `model` on one part per PE: (logits, what `after(pe, model)` returns) of each PE."""
+def spread(
+    model: PreTrainedModel, parts: list[torch.Tensor], after: Callable = lambda pe, mine: None, **options: Any
+) -> list[tuple]:
+    """Run `model` on one part per PE: (logits, what `after(pe, model)` returns) of each PE. `options` of the world."""
 
     def program(pe: int) -> tuple[torch.Tensor, Any]:
         mine = copy.deepcopy(model)
@@ -66,4 +68,4 @@ def spread(model: PreTrainedModel, parts: list[torch.Tensor], after: Callable = 
             logits = forward(mine, parts[pe])
             return logits, after(pe, mine)
 
-    return world(len(parts)).run(program)
+    return world(len(parts), **options).run(program)

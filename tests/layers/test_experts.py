@@ -36,6 +36,12 @@ def test_logits_equal_the_unmodified_model(make, parts):
         torch.testing.assert_close(got, logits_of(model, ids), rtol=0, atol=LIMIT)
 
 
+def test_logits_equal_in_weak_memory():
+    model, parts = qwen(), [tokens(1, 3), tokens(1, 7)]
+    for (got, _), ids in zip(spread(model, parts, seed=1, weak_memory=True), parts, strict=True):
+        torch.testing.assert_close(got, logits_of(model, ids), rtol=0, atol=LIMIT)
+
+
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
 def test_the_experts_matter(make):
     model, ids = make(), tokens(2, 9)
