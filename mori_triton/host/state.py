@@ -69,8 +69,9 @@ class PeState:
     def close(self, *, failed: bool = False) -> None:
         """End this PE. Idempotent.
 
-        Collective: nobody's memory is unmapped while a peer may use it. `failed`: local only, for a world that has lost
-        a PE or a process that is exiting; it waits for nobody and skips `on_close`.
+        Collective: nobody's memory is unmapped while a peer may use it. Raises, when all is done, what kernels have
+        recorded. `failed`: local only, for a world that has lost a PE or a process that is exiting; it waits for
+        nobody and skips `on_close`.
         """
         if self.closed:
             return
@@ -81,6 +82,8 @@ class PeState:
                     callback()
                 self.driver.synchronize()
                 self.bootstrap.barrier("shmem finalize")
+                # what a kernel has recorded and nobody has asked for must not go down with the heap
+                self.heap.check_errors()
         finally:
             self.on_close.clear()
             self.extensions.clear()

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mori_triton import env
+from mori_triton import abi, env
 from mori_triton.errors import ArgumentError, StateError, require
 from mori_triton.host import drivers, state
 from mori_triton.host.bootstrap import tcp
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 MORI_SHMEM_INIT_WITH_MPI_COMM = 0
 MORI_SHMEM_INIT_WITH_UNIQUEID = 1
-
-CONTEXT_GLOBAL = "mori_shmem_context"
 
 
 def shmem_torch_process_group_init(group_name: Any) -> int:
@@ -71,7 +69,8 @@ def shmem_init_attr(flags: int, rank: int, nranks: int, unique_id: bytes) -> int
 def shmem_finalize() -> int:
     """End shmem for this PE; returns 0. Collective: PEs wait for each other before memory is unmapped.
 
-    Raises `StateError` before init and when called twice. Tensors that are still held become stale, not dangling.
+    Raises `StateError` before init and when called twice, and, when all is done, what kernels of this PE have recorded
+    and nobody has asked for. Tensors that are still held become stale, not dangling.
     """
     state.current().close()
     return 0
@@ -83,8 +82,8 @@ def shmem_module_init(hip_module: Any) -> int:
     Raises `DriverError` if the module has no `mori_shmem_context`: it was not linked with the device bitcode.
     """
     here = state.current()
-    address, num_bytes = here.driver.module_global(hip_module, CONTEXT_GLOBAL)
-    require(num_bytes == 8, f"size of {CONTEXT_GLOBAL}", "8 bytes", num_bytes)
+    address, num_bytes = here.driver.module_global(hip_module, abi.CONTEXT_SYMBOL)
+    require(num_bytes == 8, f"size of {abi.CONTEXT_SYMBOL}", "8 bytes", num_bytes)
     here.driver.write(address, struct.pack("<Q", here.heap.ctx_address))
     return 0
 
@@ -100,10 +99,14 @@ def shmem_npes() -> int:
 
 
 def shmem_barrier_all() -> None:
-    """Wait for this PE's device, then for all PEs. Collective."""
+    """Wait for this PE's device, then for all PEs. Collective.
+
+    Raises `PeerTimeout` or `KernelFault` if a kernel of this PE has recorded an error, after all PEs have come.
+    """
     here = state.current()
     here.driver.synchronize()
     here.bootstrap.barrier("shmem_barrier_all")
+    here.heap.check_errors()
 
 
 def shmem_barrier_on_stream(stream: Any = None) -> None:
@@ -208,14 +211,17 @@ def _open(bootstrap: Any, settings: env.Settings) -> None:
 def _attach_emulator(here: state.PeState) -> Callable[[], None]:
     """Make this process's kernels run on the emulated device and let them touch the heaps."""
     from mori_triton import emulator
+    from mori_triton.emulator.device import device as device_of
 
     driver = emulator.activate(here.settings.arch)
     device = emulator.current_device()
+    device_of(device).set_global(abi.CONTEXT_SYMBOL, struct.pack("<Q", here.heap.ctx_address))
     regions = here.heap.regions()
     for region in regions:
         emulator.allow(device, region.address, region.num_bytes, region.name)
 
     def detach() -> None:
+        device_of(device).set_global(abi.CONTEXT_SYMBOL, bytes(8))
         for region in regions:
             emulator.disallow(device, region.address)
         driver.deactivate()

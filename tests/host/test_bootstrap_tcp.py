@@ -342,6 +342,71 @@ def test_killing_the_serving_process_ends_the_others_at_once():
             process.wait()
 
 
+def test_large_answer_to_a_slow_reader():
+    """The server keeps what a socket does not take yet, and goes on serving others meanwhile."""
+    unique_id = new_unique_id()
+    fields = UniqueId.unpack(unique_id)
+    data = random.Random(2).randbytes(12_000_000)
+    with socket.create_connection(fields.where) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(10)
+        client.sendall(hub.frame(hub.HELLO, hub.HELLO_BODY.pack(fields.magic, 0, 1, 20.0)))
+        client.sendall(hub.frame(hub.CALL, hub.CALL_HEAD.pack(0, 4), b"what", data))
+        time.sleep(0.2)
+        assert hub_of(unique_id).alive
+        wanted = hub.frame(hub.WELCOME) + hub.frame(hub.RESULT, struct.pack("<Q", len(data)), data)
+        answer = bytearray()
+        while len(answer) < len(wanted):
+            answer += client.recv(1 << 20)
+        assert answer == wanted
+    assert wait_until(lambda: not hub_of(unique_id).alive)
+
+
+HEAP_PROGRAM = """
+    import dataclasses, os, signal, sys
+    from mori_triton import env
+    from mori_triton.host import state
+    from mori_triton.host.bootstrap.tcp import TcpBootstrap
+    from mori_triton.host.drivers import CpuDriver
+
+    class Dies(CpuDriver):
+        def import_handle(self, handle):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    pe = int(sys.argv[2])
+    boot = TcpBootstrap(bytes.fromhex(sys.argv[1]), pe, 3, timeout_s=20)
+    settings = dataclasses.replace(env.snapshot({}), heap_bytes=1 << 20)
+    try:
+        state.open_state(boot, Dies(shared=True) if pe == 1 else CpuDriver(shared=True), settings)
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+"""
+
+
+def test_killed_while_heaps_are_being_mapped():
+    """Before all PEs have mapped all heaps: the others get an error, and nothing is left behind."""
+    unique_id, before = new_unique_id(), sorted(os.listdir("/dev/shm"))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(HEAP_PROGRAM), unique_id.hex(), str(pe)],
+            cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        )
+        for pe in range(3)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=30)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0, -signal.SIGKILL, 0]
+    for pe in (0, 2):
+        # PE 1 has died before or after this PE mapped its heap
+        assert outputs[pe].startswith("PeerTimeout: PE"), outputs
+        assert "PE 1 has died" in outputs[pe], outputs
+    assert [name for name in os.listdir("/dev/shm") if name not in before and "mori" in name] == []
+
+
 def test_frames_in_any_pieces():
     """The server puts frames together from whatever pieces arrive."""
     unique_id = new_unique_id()

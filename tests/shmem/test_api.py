@@ -195,6 +195,34 @@ def test_barriers_order_pes():
     assert [sorted(order[i : i + 3]) for i in (0, 3, 6)] == [[0, 1, 2]] * 3
 
 
+def record_timeout(here):
+    """What a kernel of this PE leaves in its error log when a wait reaches its limit."""
+    record = struct.pack("<IiiiQQQI20x", 1, here.pe, 1, -1, here.heap.base, 5, 2, 4)
+    here.driver.write(int(here.heap.ctx[6]), struct.pack("<QQ", 1, 15) + record)
+
+
+def test_errors_of_kernels_come_out_at_the_next_barrier():
+    """On the PE that has them, once, and only after all PEs have come: its peers are not left waiting."""
+    text = r"barrier_all on PE 0 waiting for PE 1: barrier_all sync words of PE 0, expected >= 5, saw 2"
+
+    def program(here):
+        if here.pe == 0:
+            record_timeout(here)
+        first = error_of(shmem.shmem_barrier_all)
+        second = error_of(shmem.shmem_barrier_all)
+        if here.pe == 0:
+            record_timeout(here)
+        return first, second, error_of(shmem.shmem_finalize), here.heap.closed
+
+    (first, second, last, closed), other = run_world(2, program)
+    for error in (first, last):
+        assert isinstance(error, PeerTimeout)
+        assert text in str(error)
+    assert second is None
+    assert closed
+    assert other == (None, None, None, True)
+
+
 def test_module_init():
     class Module:
         def __init__(self, driver, symbols):
@@ -312,3 +340,55 @@ def test_buffer_shows_its_bytes():
         return here.driver.read(address, 1)
 
     assert run_world(1, program) == [b"\x63"]
+
+
+def test_one_process_world_on_the_emulated_device(monkeypatch, tmp_path):
+    """Init with an id and with a process group, here; kernels may touch the heap until finalize only."""
+    import torch.distributed as dist
+    import triton
+
+    from mori_triton import emulator
+
+    monkeypatch.setattr(state, "_process", None)
+    monkeypatch.setenv("MORI_SHMEM_HEAP_SIZE", "1M")
+    before = triton.runtime.driver._active
+    with_id = shmem.MORI_SHMEM_INIT_WITH_UNIQUEID
+    assert shmem.shmem_init_attr(with_id, 0, 1, shmem.shmem_get_unique_id()) == 0
+    assert shmem.shmem_init_attr(with_id, 0, 1, shmem.shmem_get_unique_id()) == 0
+    assert (shmem.shmem_mype(), shmem.shmem_npes()) == (0, 1)
+    regions = {(r.address, r.address + r.num_bytes, r.name) for r in state.current().heap.regions()}
+    allowed = emulator.device.device(emulator.current_device())
+    assert regions <= set(allowed.ranges)
+    assert shmem.shmem_finalize() == 0
+    assert not regions & set(allowed.ranges)
+    assert triton.runtime.driver._active is before
+    # the interpreter is refused, and that leaves nothing either
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(StateError, match="TRITON_INTERPRET"):
+        shmem.shmem_init_attr(with_id, 0, 1, shmem.shmem_get_unique_id())
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert state.find() is None
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for group in ("default", dist.group.WORLD.group_name, dist.group.WORLD):
+            assert shmem.shmem_torch_process_group_init(group) == 0
+            assert shmem.shmem_npes() == 1
+            shmem.shmem_finalize()
+        for bad in ("no such group", None, dist.GroupMember.NON_GROUP_MEMBER):
+            with pytest.raises(ArgumentError, match="group"):
+                shmem.shmem_torch_process_group_init(bad)
+        monkeypatch.setattr(dist, "get_rank", lambda group=None: -1)
+        with pytest.raises(ArgumentError, match="belongs to"):
+            shmem.shmem_torch_process_group_init("default")
+        monkeypatch.undo()
+
+        class Work:
+            def wait(self, timeout):
+                raise RuntimeError(f"nobody came in {timeout}")
+
+        monkeypatch.setattr(dist, "broadcast", lambda *args, **kwargs: Work())
+        monkeypatch.setenv("MORI_BOOTSTRAP_TIMEOUT", "3")
+        with pytest.raises(PeerTimeout, match=r"did not hear from its rank 0 within 3 s.*nobody came in 0:00:03"):
+            shmem.shmem_torch_process_group_init("default")
+    finally:
+        dist.destroy_process_group()
