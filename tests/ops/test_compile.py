@@ -176,7 +176,7 @@ SM_90 = {
     "signal": r"st\.relaxed\.sys\.global\.u64",
     "poll": r"ld\.relaxed\.sys\.global\.u64",
     "acquire": r"fence\.acq_rel\.sys",
-    "add": r"atom\S*\.relaxed\.sys\S*\.add\.[us]32|atom\S*\.sys\.relaxed\S*\.add\.[us]32|atom\.global\.sys\.relaxed\.add",
+    "add": r"atom\.global\.sys\.relaxed\.add\.u32",
 }
 # its first-level cache writes through, so a wait for the stores is the whole release
 GFX1201 = {**GFX12, "device_release": r"s_wait_storecnt 0x0"}

@@ -1,0 +1,213 @@
+"""The protocol with one release, acquire or scope weakened fails in weak-memory mode; as it is, it does not.
+
+A mutant whose code is the same as the original's on a GPU says nothing there, and is tried on another one: gfx1201's first cache
+writes through, so some device-scope fences are nothing but a wait that a barrier has too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from mori_triton import bitcode, local_world, ops
+from mori_triton.device import launch as launch_module
+from mori_triton.errors import Deadlock, KernelFault, PeerTimeout
+from mori_triton.ops import combine as combine_module
+from mori_triton.ops import dispatch as dispatch_module
+from mori_triton.ops.kernels import combine as combine_kernels
+from mori_triton.ops.kernels import dispatch as dispatch_kernels
+from tests.ops import reference
+from tests.ops.cases import Case, config_of, start
+from tests.ops.mutants import Library, Mutant, SourceMutant, mutated_kernel, source_mutants
+
+pytestmark = pytest.mark.cpu
+
+ARCHS = ("gfx1201", "gfx942", "gfx1250")
+SEEDS = range(16)
+ROUNDS = 2
+# rows wide enough that both waves of a program move a part of each, tokens enough for several programs
+CASE = Case(num_pes=2, hidden=300, top_k=2, dtype="float32", max_tokens=3, experts_per_pe=2)
+
+
+@triton.jit
+def expert_kernel(rows_ptr, total_ptr, out_ptr, factor, H: tl.constexpr, BLOCK: tl.constexpr):
+    """Expert of a PE: out = rows * factor. On the device, so that it sees what a load there may see."""
+    offs = tl.arange(0, BLOCK)
+    for row in range(tl.program_id(0), tl.load(total_ptr), tl.num_programs(0)):
+        value = tl.load(rows_ptr + row * H + offs, mask=offs < H)
+        tl.store(out_ptr + row * H + offs, value * factor, mask=offs < H)
+
+
+def inputs(pe: int, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Every token goes to both PEs in one round and to the other PE in the next."""
+    n, k = CASE.max_tokens, CASE.top_k
+    rng = np.random.default_rng([pe, index])
+    there = np.full(n, 1 - pe) * 2
+    ids = np.stack([there, there + 1 if index % 2 else pe * 2 + np.zeros(n, int)], 1).astype(np.int32)
+    return rng.standard_normal((n, CASE.hidden)).astype(np.float32), ids, rng.random((n, k)).astype(np.float32)
+
+
+def factor(pe: int) -> float:
+    return 1.5 + pe
+
+
+def program(pe: int, launch: Callable[..., Any]) -> None:
+    """Some rounds; AssertionError when anything is not what numpy says."""
+    op = start(CASE, pe)
+    for index in range(ROUNDS):
+        tokens, ids, weights = inputs(pe, index)
+        indices = torch.from_numpy(ids)
+        out, out_weights, _, _, total = op.dispatch(torch.from_numpy(tokens), torch.from_numpy(weights), None, indices)
+        rows = torch.full(out.shape, float("nan"))
+        launch(expert_kernel, (4,), out, total, rows, factor(pe), H=CASE.hidden, BLOCK=512, num_warps=2)
+        result, result_weights = op.combine(rows, out_weights, indices)
+        assert int(total) == len(reference.received([inputs(p, index)[1] for p in range(2)], 2)[pe])
+        want, want_weights = np.zeros_like(tokens), np.zeros_like(weights)
+        for token, row in enumerate(ids):
+            for owner in reference.owners(row, 2, 2):
+                want[token] += tokens[token] * np.float32(factor(owner))
+                want_weights[token] += weights[token]
+        assert result.numpy().tobytes() == want.tobytes(), "tokens"
+        assert result_weights is not None
+        assert result_weights.numpy().tobytes() == want_weights.tobytes(), "weights"
+
+
+class Bench:
+    """Runs the program in weak-memory worlds, with a library for some kernels and with kernels exchanged."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.library: Path | None = None
+        self.users: frozenset[str] = frozenset()
+        self.kernels: dict[str, Any] = {}
+        self.symbols: dict[str, set[str]] = {}  # kernel -> functions of the library that it calls
+        self.code: dict[str, list[str]] = {}  # kernel -> instructions
+        self.lock = threading.Lock()
+        for module in (dispatch_module, combine_module):
+            monkeypatch.setattr(module, "launch", self.launch)
+
+    def launch(self, kernel: Any, grid: Any, *args: Any, **named: Any) -> None:
+        name = kernel.__name__
+        kernel = self.kernels.get(name, kernel)
+        if self.library is not None and self.symbols.get(name, set()) & self.users:
+            named["extern_libs"] = {launch_module.abi.LIBRARY: str(self.library)}
+        else:
+            named["extern_libs"] = launch_module.get_extern_libs()
+        compiled = kernel[grid](*args, **named)
+        with self.lock:
+            if name not in self.code:
+                self.code[name] = instructions(compiled.asm["amdgcn"])
+                if self.library is None:
+                    self.symbols[name] = set(re.findall(r'symbol = "(mori_shmem_\w+)"', compiled.asm["ttir"]))
+
+    def run(self, arch: str, seed: int) -> str:
+        """What went wrong, "" for nothing."""
+        world = local_world(2, arch=arch, heap_size="1M", seed=seed, weak_memory=True, timeout_s=5.0)
+        try:
+            world.run(program, self.launch)
+        except (AssertionError, KernelFault, Deadlock, PeerTimeout) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+
+def instructions(text: str) -> list[str]:
+    """The instructions of a kernel: no comments, debug lines or labels' numbers."""
+    lines = (re.sub(r"\s*(;|//).*", "", line).strip() for line in text.splitlines())
+    return [line for line in lines if line and not line.startswith(".") and not line.endswith(":")]
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        yield Bench(patch)
+
+
+@pytest.fixture(scope="module")
+def originals(bench: Bench) -> dict[str, dict[str, list[str]]]:
+    """By GPU, the code of the protocol as it is, which no seed can break."""
+    found = {}
+    for arch in ARCHS:
+        bench.code = {}
+        failures = {seed: what for seed in SEEDS if (what := bench.run(arch, seed))}
+        assert failures == {}, arch
+        found[arch] = bench.code
+    assert set(found["gfx1201"]) >= {"dispatch_copy_kernel", "dispatch_wait_kernel", "combine_reduce_kernel"}
+    return found
+
+
+def library(arch: str = "gfx1201") -> Library:
+    return Library(Path(bitcode.find_bitcode(launch_module.gpu_target(arch))))
+
+
+def protocol_functions() -> set[str]:
+    """What kernels of the ops call by way of `shmem`, from their sources."""
+    names = set()
+    for module in (dispatch_kernels, combine_kernels):
+        names |= set(re.findall(r"\bshmem\.(\w+)\(", Path(module.__file__).read_text()))
+    return {f"mori_shmem_ctx_{'ptr' if name == 'remote_ptr' else name}" for name in names}
+
+
+BITCODE_MUTANTS = library().mutants(protocol_functions())
+SOURCE_MUTANTS = [(module, m) for module in (dispatch_kernels, combine_kernels) for m in source_mutants(module)]
+
+
+def hunt(bench: Bench, originals: dict[str, dict[str, list[str]]]) -> tuple[str, list[str]]:
+    """How the mutant was caught ("" if not), and the GPUs on which its code differs."""
+    differs = []
+    for arch in ARCHS:
+        bench.code = {}
+        for seed in SEEDS:
+            what = bench.run(arch, seed)
+            if seed == SEEDS[0] and all(originals[arch][name] == code for name, code in bench.code.items()):
+                # a run may end before it comes to the kernel that differs, so only an equal and good run is equal
+                assert what == "", f"{arch}: the code is the same, and yet {what}"
+                break
+            if what:
+                return f"{arch} seed {seed}: {what}", [*differs, arch]
+        else:
+            differs.append(arch)
+    return "", differs
+
+
+@pytest.mark.parametrize("mutant", BITCODE_MUTANTS, ids=str)
+def test_weakened_library(
+    mutant: Mutant, bench: Bench, originals: dict[str, dict[str, list[str]]], tmp_path: Path
+) -> None:
+    bench.library, bench.users = library().write(mutant, tmp_path), mutant.users
+    try:
+        caught, differs = hunt(bench, originals)
+    finally:
+        bench.library = None
+    # what leaves the code of every kernel on every GPU as it is, is no part of the protocol
+    assert caught or not differs, f"{mutant}: not caught on {differs} with seeds {SEEDS}"
+
+
+@pytest.mark.parametrize(("module", "mutant"), SOURCE_MUTANTS, ids=lambda value: str(value).replace(" ", "_"))
+def test_weakened_kernel(
+    module: Any, mutant: SourceMutant, bench: Bench, originals: dict[str, dict[str, list[str]]], tmp_path: Path
+) -> None:
+    bench.kernels = {mutant.kernel: mutated_kernel(module, mutant, tmp_path)}
+    try:
+        caught, differs = hunt(bench, originals)
+    finally:
+        bench.kernels = {}
+    assert caught, f"{mutant}: not caught on {differs} with seeds {SEEDS}"
+
+
+def test_the_sites_are_found() -> None:
+    """The protocol has at least these; names are those of the library's source."""
+    functions = {str(m).split(":", maxsplit=1)[0] for m in BITCODE_MUTANTS}
+    assert functions >= {"signal", "arrive_last", "wait_all_ge", "poll_by_one"} or functions >= {"signal"}, functions
+    assert len(BITCODE_MUTANTS) >= 10
+    assert [m.kernel for _, m in SOURCE_MUTANTS] == ["dispatch_route_kernel"]
+    assert dataclasses.is_dataclass(ops.EpDispatchCombineConfig)
+    assert config_of(CASE, 0).max_recv == 6
