@@ -23,7 +23,11 @@ constexpr u64 YIELDS = 16;             // idle rounds that yield the core before
 constexpr long SLEEP_NS = 50'000;      // one idle round asleep
 constexpr u64 IDLE_ROUNDS = 400;       // idle rounds before the host may look at the time
 
-Wave** ready_list(Scheduler* s) { return reinterpret_cast<Wave**>(s->ready); }
+// the i-th wave that can run; the list is a ring
+Wave*& ready(Scheduler* s, u64 i) { return reinterpret_cast<Wave**>(s->ready)[(s->first + i) & s->ready_mask]; }
+
+void push(Scheduler* s, Wave* w) { ready(s, s->num_ready++) = w; }
+
 WaveTail* tail(Wave* w) { return reinterpret_cast<WaveTail*>(reinterpret_cast<u8*>(w) + WAVE_TAIL); }
 
 void start_group(Scheduler* s, Launch* l) {
@@ -54,7 +58,7 @@ void start_group(Scheduler* s, Launch* l) {
     }
     auto* v0 = reinterpret_cast<u32*>(reinterpret_cast<u8*>(w) + VREGS);
     for (u64 lane = 0; lane < l->warp_size; lane++) v0[lane] = static_cast<u32>(i * l->warp_size + lane);
-    ready_list(s)[s->num_ready++] = w;
+    push(s, w);
   }
 }
 
@@ -67,7 +71,7 @@ void release_barrier(Scheduler* s, Launch* l, Group* g) {
     auto* w = reinterpret_cast<Wave*>(g->waves + i * l->wave_stride);
     if (w->status == BARRIER) {
       w->status = RUNNING;
-      ready_list(s)[s->num_ready++] = w;
+      push(s, w);
     }
   }
 }
@@ -88,7 +92,7 @@ bool end_group(Scheduler* s, Launch* l, Group* g) {
 // every wave that could run has only polled, slept or met barriers since memory last changed
 bool quiet(Scheduler* s) {
   for (u64 i = 0; i < s->num_ready; i++) {
-    WaveTail* t = tail(ready_list(s)[i]);
+    WaveTail* t = tail(ready(s, i));
     if (t->epoch != s->epoch || t->idle < s->quiet_polls) return false;
   }
   return true;
@@ -137,7 +141,7 @@ void mori_emulator_submit(Scheduler* s, Launch* l) {
 void mori_emulator_drop(Scheduler* s, Launch* l) {
   u64 kept = 0;
   for (u64 i = 0; i < s->num_ready; i++)
-    if (ready_list(s)[i]->launch != l) ready_list(s)[kept++] = ready_list(s)[i];
+    if (ready(s, i)->launch != l) ready(s, kept++) = ready(s, i);
   s->num_ready = kept;
   if (s->starting == reinterpret_cast<u64>(l)) s->starting = 0;
 }
@@ -148,7 +152,9 @@ u32 mori_emulator_run(Scheduler* s, u64 limit) {
   while (true) {
     if (__atomic_load_n(&s->stop, __ATOMIC_RELAXED)) return STOPPED;
     if (s->clock >= end) return LIMIT;
-    u64 index, quantum = s->quantum_min;
+    u64 quantum = s->quantum_min;
+    Wave* w;
+    // take a wave off the list
     if (s->random) {
       if (s->num_ready == 0) return STUCK;
       u64 x = s->rng;
@@ -156,19 +162,22 @@ u32 mori_emulator_run(Scheduler* s, u64 limit) {
       x ^= x >> 7;
       x ^= x << 17;
       s->rng = x;
-      index = (x >> 33) % s->num_ready;
       quantum += (x & 0x7FFFFFFF) % s->quantum_span;
+      Wave*& place = ready(s, (x >> 33) % s->num_ready);
+      w = place;
+      place = ready(s, --s->num_ready);
     } else {
       if (s->round_left == 0 || s->num_ready == 0) {
-        if (bool waiting = end_round(s); s->num_ready == 0) return STUCK;
-        else if (waiting) return WAITING;
+        bool waiting = end_round(s);
+        if (s->num_ready == 0) return STUCK;
+        if (waiting) return WAITING;
       }
+      w = ready(s, 0);
+      s->first++;
+      s->num_ready--;
       s->round_left--;
-      if (s->next >= s->num_ready) s->next = 0;
-      index = s->next;
     }
 
-    Wave* w = ready_list(s)[index];
     WaveTail* t = tail(w);
     if (t->only_polled && quantum > POLL_QUANTUM) quantum = POLL_QUANTUM;
     u64 count = w->count, changes = w->changes, polls = w->polls;
@@ -196,7 +205,7 @@ u32 mori_emulator_run(Scheduler* s, u64 limit) {
       return FAULT;
     }
     if (status == RUNNING || status == SLEEPING) {
-      s->next = index + 1;
+      push(s, w);
       if (s->random && s->quiet_polls && s->switches - s->quiet_checked > 64 + 16 * s->num_ready) {
         s->quiet_checked = s->switches;
         if (quiet(s)) return QUIET;
@@ -204,11 +213,10 @@ u32 mori_emulator_run(Scheduler* s, u64 limit) {
       continue;
     }
 
-    // the wave ended or waits at a barrier: off the ready list
+    // the wave ended or waits at a barrier
     Launch* l = w->launch;
     Group* g = w->group;
     w->status = status;
-    ready_list(s)[index] = ready_list(s)[--s->num_ready];
     if (status == DONE) {
       g->done++;
     } else {

@@ -74,8 +74,8 @@ struct Scheduler {
   u64 quantum_min;  // instructions
   u64 quantum_span;
   u64 switches, hash;
-  u64 ready, num_ready;  // Wave* array; Python sees to its capacity
-  u64 next;              // rotation: position in the ready list
+  u64 ready, ready_mask;  // ring of Wave*, its size less one; Python sees to its capacity
+  u64 first, num_ready;
   u64 epoch;             // counts quanta that changed memory
   u64 faulted;           // wave
   u64 finished;          // launch

@@ -43,20 +43,10 @@ class SchedulerState(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_uint64)
         for name in (
-            *(
-                "clock",
-                "random",
-                "rng",
-                "quantum_min",
-                "quantum_span",
-                "switches",
-                "hash",
-                "ready",
-                "num_ready",
-                "next",
-            ),
-            *("epoch", "faulted", "finished", "stop", "starting", "idle_rounds", "round_left", "round_busy"),
-            *("round_polls", "started_at", "quiet_checked", "quiet_polls"),
+            *("clock", "random", "rng", "quantum_min", "quantum_span", "switches", "hash", "ready"),
+            *("ready_mask", "first", "num_ready", "epoch", "faulted", "finished", "stop", "starting"),
+            *("idle_rounds", "round_left", "round_busy", "round_polls", "started_at"),
+            *("quiet_checked", "quiet_polls"),
         )
     ]
 
@@ -127,12 +117,19 @@ class Machine:
         launch.bind(arena, resident, self.clock_address(), self._num_waves)
         self._num_waves += launch.num_groups * launch.num_waves
         self.launches.append(launch)
-        capacity = sum(x.resident * x.num_waves for x in self.launches)
-        if capacity > len(self._ready):
-            ready = np.zeros(max(2 * capacity, 1024), np.uint64)
-            ready[: len(self._ready)] = self._ready
-            self._ready, self.state.ready = ready, ready.ctypes.data
+        self._reserve(sum(x.resident * x.num_waves for x in self.launches))
         self._submit(self._address, launch.address)
+
+    def _reserve(self, num_waves: int) -> None:
+        """Let the ring of waves that can run hold so many."""
+        state, old = self.state, len(self._ready)
+        if num_waves <= old:
+            return
+        size = max(1024, 1 << num_waves.bit_length())
+        ready = np.zeros(size, np.uint64)
+        if state.num_ready:
+            ready[: state.num_ready] = self._ready[(np.arange(state.num_ready) + state.first) % old]
+        self._ready, state.ready, state.ready_mask, state.first = ready, ready.ctypes.data, size - 1, 0
 
     def run(self, limit: int) -> Event:
         """Run for about `limit` instructions or until something happens. Other threads run meanwhile."""

@@ -230,6 +230,8 @@ class Coordinator:
                 self._device_idle = True
             elif self.weak is not None and self.weak.pending():
                 self.weak.drain()
+                # what arrived is a change: let the waves poll again
+                machine.state.epoch += 1
             elif not self._jumped and event == Event.QUIET:
                 # waits with a limit write their records and end; the others stay
                 machine.jump_clock()
