@@ -49,9 +49,11 @@ class Vector(Lanes, Packed, Matrix):
             self.dual(ins)
         elif k.startswith("cmp"):
             types, fn = isa.compare(k)
-            # the destination of the short encodings is implied
-            ops = ops if len(ops) > 2 and not k.startswith("cmpx") else ["exec", *ops[-2:]]
-            self.vector(ins, k, "m<-" + types, fn, ops)
+            to_exec = k.startswith("cmpx")
+            self.vector(ins, k, "m<-" + types, fn, ["exec", *ops[-2:]] if to_exec else ops)
+            if to_exec and len(ops) > 2:
+                # gfx9 writes the mask it names as well
+                self.swrite(self.op(ops[0]), self.exec())
         elif k.startswith("bitop"):
             t = "h" if k.endswith("b16") else "i"
             self.vector(ins, k, f"{t}<-" + t * (len(ops) - 1), isa.bitop(int(ins.mods["bitop3"], 0)), ops)
@@ -189,7 +191,10 @@ class Vector(Lanes, Packed, Matrix):
             if o.neg:
                 v = -v
         elif o.abs or o.neg:
-            raise KeyError("modifier on an integer operand")
+            # v_cndmask, for one, moves floats
+            sign = 1 << (v.bits - 1)
+            v = v & (sign - 1) if o.abs else v
+            v = v ^ sign if o.neg else v
         return v.splat(W)
 
     @staticmethod

@@ -6,7 +6,7 @@ from mori_triton.emulator.asm import Inst
 from mori_triton.emulator.ir import Fn, Val
 from mori_triton.emulator.isa import VALU
 from mori_triton.emulator.isa.convert import to_bf16
-from mori_triton.emulator.isa.floating import fma, fmax, fmin, to_odd
+from mori_triton.emulator.isa.floating import fma, fma_odd, fmax, fmin, to_odd
 from mori_triton.emulator.isa.integer import Formula
 from mori_triton.emulator.state import Operand
 
@@ -23,7 +23,7 @@ PACKED: dict[str, tuple[str, Formula | None]] = {
     "pk_sub_i16": ("h", lambda a, b: a - b),
     "pk_add_bf16": ("b", lambda a, b: a + b),
     "pk_mul_bf16": ("b", lambda a, b: a * b),
-    "pk_fma_bf16": ("b", lambda a, b, c: to_odd(fma(a.fconv(64), b.fconv(64), c.fconv(64)))),
+    "pk_fma_bf16": ("b", lambda a, b, c: to_odd(fma_odd(a, b, c))),
     "pk_max_num_bf16": ("b", fmax),
     "pk_min_num_bf16": ("b", fmin),
 }

@@ -20,6 +20,7 @@ from tests.emulator.pcode_num import BUILTINS, Num, encode, float8, is_nan, roun
 #    format; a denominator whose reciprocal is denormal is scaled down (up, it would overflow), and div_fmas undoes it;
 #    each lane has its own flag
 #  div_fmas: the factor undoes div_scale, so it is 2**64 (2**128), down for small quotients, and there is one rounding
+#  div_fixup: a denominator that is infinite or NaN was dealt with before, so the overflow meant is the quotient's
 #  cvt_pk_rtz: rounding is a mode there, an own function here
 _CORRECTIONS: dict[str, list[tuple[str, str]]] = {
     "v_ldexp_f16": [("16'F(2.0F ** 32'I(S1.i16))", "2.0F ** 32'I(S1.i16)")],
@@ -35,6 +36,9 @@ for _f, _step, _bias in (("f16", 0, 15), ("f32", 64, 127), ("f64", 128, 1023)):
         (f"1.0 / 64'F(S1.{_f}) == DENORM.f64", f"1.0F / S1.{_f} == DENORM.{_f}"),
         (_scaling.format(_f, _step) + "endif\nelsif 1.0", _scaling.format(_f, -_step) + "endif\nelsif 1.0"),
         ("VCC = 0x1LL", "VCC.u64[laneId] = 1'1U"),
+    ]
+    _CORRECTIONS[f"v_div_fixup_{_f}"] = [
+        (f"elsif exponent(S1.{_f}) == {2 * _bias + 1} then", f"elsif exponent(S0.{_f}) == {2 * _bias + 1} then")
     ]
     _sources = f"(S0.{_f}, S1.{_f}, S2.{_f})"
     _CORRECTIONS[f"v_div_fmas_{_f}"] = [

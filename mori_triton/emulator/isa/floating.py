@@ -18,12 +18,30 @@ def fma(a: Val, b: Val, c: Val) -> Val:
     return a.intr("fma", b, c)
 
 
+def _odd(near: Val, shrink: Val, inexact: Val) -> Val:
+    """Round to odd what was rounded to nearest: toward zero, then the last bit set if anything was lost.
+
+    A second rounding, to a narrower format, then gives what a single one would have given.
+    """
+    return ((near.i() - shrink.zext(near.bits)) | inexact.zext(near.bits)).f()
+
+
 def to_odd(exact: Val) -> Val:
-    """fp64 to fp32, rounded to odd: what is then rounded to a narrower format was rounded only once."""
+    """fp64 to fp32, rounded to odd."""
     near = exact.fconv(32)
     back = near.fconv(64)
-    toward_zero = near.i() - back.intr("fabs").cmp("ogt", exact.intr("fabs")).zext(32)
-    return (toward_zero | back.cmp("one", exact).zext(32)).f()
+    return _odd(near, back.intr("fabs").cmp("ogt", exact.intr("fabs")), back.cmp("one", exact))
+
+
+def fma_odd(a: Val, b: Val, c: Val) -> Val:
+    """a * b + c of fp32 or narrower numbers in fp64, rounded to odd."""
+    p, c = a.fconv(64) * b.fconv(64), c.fconv(64)
+    s = p + c
+    # what the sum lost, exactly (the product lost nothing)
+    part = s - p
+    lost = (p - (s - part)) + (c - part)
+    shrink = lost.cmp("one", 0.0) & (lost.i() ^ s.i()).cmp("slt", 0)
+    return _odd(s, shrink, lost.cmp("one", 0.0))
 
 
 def is_nan(a: Val) -> Val:
@@ -168,7 +186,7 @@ def div_fmas(a: Val, b: Val, c: Val, scaled: Val) -> Val:
     r = fma(a, b, c)
     large = exponent(c).cmp("ugt", (1 << (_FORMAT[c.bits][0] - 1)) - 1)
     if c.bits == 32:
-        exact = fma(a.fconv(64), b.fconv(64), c.fconv(64))
+        exact = fma_odd(a, b, c)
         factor = large.pick(exact.const(2.0**step), exact.const(2.0**-step))
         return scaled.pick((exact * factor).fconv(32), r)
     # fp64 has no wider format to be exact in: a denormal quotient is rounded twice
@@ -191,6 +209,8 @@ def div_fixup(q: Val, den: Val, num: Val) -> Val:
     den_inf, num_inf = den_mag.cmp("eq", top), num_mag.cmp("eq", top)
     r = (q.i() & (sign_bit - 1)) | sign
     if underflow is not None:
+        # steps before this one overflowed
+        r = exponent(q).cmp("eq", (1 << ebits) - 1).pick(infinity, r)
         r = (exponent(num) - exponent(den)).cmp("slt", underflow).pick(sign, r)
     r = (den_inf | num_zero).pick(sign, r)
     r = (den_zero | num_inf).pick(infinity, r)

@@ -10,6 +10,7 @@ from mori_triton.emulator.ir import Val
 from mori_triton.emulator.isa.floating import (
     chain,
     div_fixup,
+    fma_odd,
     fmax,
     fmin,
     fract,
@@ -23,8 +24,8 @@ from mori_triton.emulator.isa.integer import Formula, med3_int, minmax, three_in
 
 
 def fma_half(a: Val, b: Val, c: Val) -> Val:
-    """Exact in fp64; then by way of fp32, since hosts have no conversion from fp64 to fp16."""
-    return to_odd(a.fconv(64).intr("fma", b.fconv(64), c.fconv(64))).fconv(16)
+    """By way of fp32, since hosts have no conversion from fp64 to fp16."""
+    return to_odd(fma_odd(a, b, c)).fconv(16)
 
 
 def _wide(name: str) -> Formula:
