@@ -234,10 +234,10 @@ class Lifter(Vector, Scalar, Memory):
                 return True
             if self.fence(ins, base) or isa.NOP.match(base):
                 return False
-            for half in (ins, ins.dual):
-                for m in half.mods if half else ():
-                    if not isa.MODIFIERS.match(m):
-                        raise KeyError(f"modifier {m}")
+            for half in (ins, ins.dual) if ins.dual else (ins,):
+                unknown = isa.unknown_modifier(isa.canonical(half.mn), half.mods)
+                if unknown:
+                    raise KeyError(f"modifier {unknown}")
             if ins.mn.startswith("v_"):
                 self.v(ins, base)
             elif ins.mn.startswith("s_"):

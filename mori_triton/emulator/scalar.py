@@ -107,7 +107,9 @@ class Scalar:
     def s_load(self, ins: Inst, n: int) -> None:
         """Load n bytes from a scalar address into consecutive scalar registers."""
         dst, off = self.op(ins.ops[0]), self.op(ins.ops[2])
-        a = self.sread(self.op(ins.ops[1]), 64) + (self.sread(off).zext(64) if off.kind == "s" else off.value)
+        scale = n if "scale_offset" in ins.mods else 1
+        index = self.sread(off).zext(64) if off.kind == "s" else self.f.int(off.value, 64)
+        a = self.sread(self.op(ins.ops[1]), 64) + index * scale
         a = (a + int(ins.mods.get("offset", "0"), 0)) & ~3
         self.scalar_load(dst.idx, a, n)
 

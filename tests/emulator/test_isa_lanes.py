@@ -150,30 +150,9 @@ def dpp_source(control: str, lane: int, lanes: int) -> int | None:
     }[name]
 
 
-CONTROLS = {
-    "gfx1201": [
-        "quad_perm:[3,0,2,1]",
-        "row_shl:1",
-        "row_shr:8",
-        "row_ror:3",
-        "row_mirror",
-        "row_half_mirror",
-        "row_share:5",
-        "row_xmask:9",
-    ],
-    "gfx942": [
-        "quad_perm:[1,0,3,2]",
-        "row_shl:15",
-        "row_shr:2",
-        "row_ror:12",
-        "row_bcast:15",
-        "row_bcast:31",
-        "wave_shl:1",
-        "wave_shr:1",
-        "row_newbcast:7",
-        "row_mirror",
-    ],
-}
+_GFX12 = "quad_perm:[3,0,2,1] row_shl:1 row_shr:8 row_ror:3 row_mirror row_half_mirror row_share:5 row_xmask:9"
+_GFX9 = "quad_perm:[1,0,3,2] row_shl:15 row_shr:2 row_ror:12 row_bcast:15 row_bcast:31 wave_shl:1 wave_shr:1 row_mirror"
+CONTROLS = {"gfx1201": _GFX12.split(" "), "gfx942": [*_GFX9.split(" "), "row_newbcast:7"]}
 
 
 @pytest.mark.parametrize("arch", ["gfx1201", "gfx942"])

@@ -19,7 +19,7 @@ from mori_triton.emulator.isa.convert import CONVERT
 from mori_triton.emulator.isa.floating import FLOATING
 from mori_triton.emulator.isa.half import CLEARS_HIGH_HALF, HALF
 from mori_triton.emulator.isa.integer import INTEGER, bitop
-from mori_triton.emulator.isa.names import ATOMIC_RMW, MODIFIERS, NOP, canonical
+from mori_triton.emulator.isa.names import ATOMIC_RMW, NOP, canonical, unknown_modifier
 from mori_triton.emulator.isa.salu import BOOL, SALU
 
 VALU = {**INTEGER, **HALF, **FLOATING, **CONVERT}
@@ -28,11 +28,11 @@ __all__ = [
     "ATOMIC_RMW",
     "BOOL",
     "CLEARS_HIGH_HALF",
-    "MODIFIERS",
     "NOP",
     "SALU",
     "VALU",
     "bitop",
     "canonical",
     "compare",
+    "unknown_modifier",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 
 _RENAME = {
@@ -111,8 +112,27 @@ NOP = re.compile(
     r"|global_(inv|wb|wbinv|prefetch\w*)$|buffer_(inv|wbl2|gl\d_inv)$"
 )
 
-# modifiers that are understood or, like cache policies, have no effect here; any other makes an instruction unsupported
-MODIFIERS = re.compile(
-    r"(offset[01]?|th|scope|sc0|sc1|nt|glc|slc|nv|offen|scale_offset|op_sel|op_sel_hi|neg_lo|neg_hi|clamp|bitop3"
-    r"|quad_perm|row_\w+|wave_sh[lr]|bank_mask|bound_ctrl|src[01]_sel|dst_sel|dst_unused|instid[01]|instskip|mul|div)$"
+# the modifiers that each family's code looks at, or that are cache policies; any other makes an instruction unsupported
+_DPP = "quad_perm|row_\\w+|wave_sh[lr]|bank_mask|bound_ctrl"
+_SDWA = "src[01]_sel|dst_sel|dst_unused"
+_CACHE = "th|scope|sc0|sc1|nt|glc|slc|nv"
+MODIFIERS = tuple(
+    (re.compile(family), re.compile(f"({allowed})$"))
+    for family, allowed in (
+        (r"v_(mfma|wmma)", "none"),
+        (r"v_(pk_|fma_mix)", "op_sel|op_sel_hi|neg_lo|neg_hi|clamp"),
+        (r"v_permlane", "op_sel"),
+        (r"v_", f"op_sel|clamp|mul|div|bitop3|{_DPP}|{_SDWA}"),
+        (r"s_(buffer_)?load", f"offset|scale_offset|{_CACHE}"),
+        (r"s_", "none"),
+        (r"ds_", "offset[01]?"),
+        (r"buffer_", f"offset|offen|{_CACHE}"),
+        (r"(global|flat|scratch)_", f"offset|scale_offset|{_CACHE}"),
+    )
 )
+
+
+def unknown_modifier(base: str, mods: Iterable[str]) -> str | None:
+    """The first modifier of an instruction (by its canonical name) that nothing would look at."""
+    allowed = next((ok for family, ok in MODIFIERS if family.match(base)), None)
+    return next((m for m in mods if allowed is None or not allowed.match(m)), None)
