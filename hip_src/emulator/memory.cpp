@@ -184,8 +184,10 @@ INLINE u32 load(Wave* w, const u32* v, u32* reg, u64 base, u64 how, i32 offset, 
     });
   if (__builtin_expect(memory_of(w)->weak != 0, 0) && mode < SCRATCH) {
     u8 bytes[16];
+    Reader r = reader(w, how);
+    if (!r.g) return fault(w, ARENA_FULL, how, a.base, T::BYTES);
     for_lanes(a.lanes, [&](int l) {
-      weak_load(w, a.address(l), T::BYTES, how, bytes);
+      weak_load(r, a.address(l), T::BYTES, how, bytes);
       load_lane<W, T>(reg, l, reinterpret_cast<u64>(bytes));
     });
     return 1;
@@ -238,10 +240,11 @@ INLINE u32 store(Wave* w, const u32* v, const u32* reg, u64 base, u64 how, i32 o
     if (a.lanes) w->changes++;
     if (__builtin_expect(memory_of(w)->weak != 0, 0)) {
       u8 bytes[16];
-      bool good = true;
+      Reader r = reader(w, how);
+      bool good = r.g || fault(w, ARENA_FULL, how, a.base, T::BYTES);
       for_lanes(a.lanes, [&](int l) {
         store_lane<W, T>(reg, l, reinterpret_cast<u64>(bytes));
-        if (good && !weak_store(w, a.address(l), T::BYTES, how, bytes)) good = fault(w, ARENA_FULL, how, a.address(l), T::BYTES);
+        if (good && !weak_store(r, a.address(l), T::BYTES, how, bytes)) good = fault(w, ARENA_FULL, how, a.address(l), T::BYTES);
       });
       return good;
     }
@@ -333,6 +336,11 @@ INLINE u32 atomic(Wave* w, const u32* v, const u32* data, u64 base, u64 how, i32
   const u32 operation = operation_of(how) & 127;
   const bool is_signed = operation_of(how) & 128;
   u32 good = 1, changed = 0;
+  Reader r{};
+  if (__builtin_expect(weak, 0)) {
+    r = reader(w, how);
+    if (!r.g) return fault(w, ARENA_FULL, how, a.base, BYTES);
+  }
   for_lanes(a.lanes, [&](int l) {
     const u64 at = a.address(l);
     if (at % BYTES) {
@@ -352,7 +360,7 @@ INLINE u32 atomic(Wave* w, const u32* v, const u32* data, u64 base, u64 how, i32
     } else if (__builtin_expect(weak, 0)) {
       U fresh;
       u64 before;
-      if (!weak_atomic(w, at, BYTES, how, &before, [&](u64 seen) -> u64 { return fresh = apply<U>(operation, is_signed, static_cast<U>(seen), x, compare); })) {
+      if (!weak_atomic(r, at, BYTES, how, &before, [&](u64 seen) -> u64 { return fresh = apply<U>(operation, is_signed, static_cast<U>(seen), x, compare); })) {
         good = fault(w, ARENA_FULL, how, at, BYTES);
         return;
       }
@@ -404,7 +412,9 @@ ALL(64)
 u32 mori_emu_scalar_load(Wave* w, u64 a, u32* to, u32 words, u64 how) {
   if (!in_range(w, a, 4 * words)) return fault(w, OUTSIDE, how, a, 4 * words);
   if (__builtin_expect(memory_of(w)->weak != 0, 0)) {
-    for (u32 i = 0; i < words; i++) weak_load(w, a + 4 * i, 4, how, reinterpret_cast<u8*>(to + i));
+    Reader r = reader(w, how);
+    if (!r.g) return fault(w, ARENA_FULL, how, a, 4 * words);
+    for (u32 i = 0; i < words; i++) weak_load(r, a + 4 * i, 4, how, reinterpret_cast<u8*>(to + i));
   } else {
     for (u32 i = 0; i < words; i++) to[i] = *reinterpret_cast<const volatile u32*>(a + 4 * i);
   }

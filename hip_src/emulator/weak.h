@@ -502,7 +502,7 @@ COLD void random_arrival(Reader& r) {
   }
 }
 
-Reader reader(Wave* w, u64 how) {
+COLD Reader reader(Wave* w, u64 how) {
   WeakLaunch* l = weak_launch(w);
   auto* s = reinterpret_cast<WeakSystem*>(l->system);
   auto* g = reinterpret_cast<WeakGroup*>(reinterpret_cast<u64*>(l->groups)[w->group->number]);
@@ -512,7 +512,7 @@ Reader reader(Wave* w, u64 how) {
   if (!g) return r;
   r.view = g->waves + (l->acquire_per_wave ? wave : 0);
   r.stores = g->waves + (l->release_per_wave ? wave : 0);
-  if (s->pending && draw(s) % 8 == 0) random_arrival(r);
+  if (s->pending && draw(s) % 4 == 0) random_arrival(r);
   return r;
 }
 
@@ -663,15 +663,11 @@ bool put_bytes(Reader& r, Word* word, u32 value, u8 m, Scope scope) {
 
 }  // namespace
 
-// One lane's accesses. false: the arena is full.
-COLD inline void weak_load(Wave* w, u64 a, u32 n, u64 how, u8* out) {
-  Reader r = reader(w, how);
-  load_bytes(r, a, n, scope_of(how), out);
-}
+// One lane's accesses; `reader` is called once per instruction. false (and a reader without a group): the arena is full.
+COLD inline void weak_load(Reader& r, u64 a, u32 n, u64 how, u8* out) { load_bytes(r, a, n, scope_of(how), out); }
 
-COLD inline bool weak_store(Wave* w, u64 a, u32 n, u64 how, const u8* bytes) {
-  Reader r = reader(w, how);
-  bool good = r.g;
+COLD inline bool weak_store(Reader& r, u64 a, u32 n, u64 how, const u8* bytes) {
+  bool good = true;
   for_words(a, n, [&](u64 at, u8 m, i64 offset) {
     Word* word = good ? word_of(r, at, true) : nullptr;
     u32 x = 0;
@@ -682,9 +678,7 @@ COLD inline bool weak_store(Wave* w, u64 a, u32 n, u64 how, const u8* bytes) {
   return good;
 }
 
-template <class F> COLD inline bool weak_atomic(Wave* w, u64 a, u32 n, u64 how, u64* seen, F change) {
-  Reader r = reader(w, how);
-  if (!r.g) return false;
+template <class F> COLD inline bool weak_atomic(Reader& r, u64 a, u32 n, u64 how, u64* seen, F change) {
   const Scope scope = scope_of(how) == SYSTEM ? SYSTEM : AGENT;
   Word* words[2] = {word_of(r, a, true), n == 8 ? word_of(r, a + 4, true) : nullptr};
   *seen = 0;
