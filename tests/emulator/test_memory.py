@@ -300,9 +300,10 @@ def test_float_atomics(program, op):
         pytest.skip("this GPU has no such instruction")
     rng, W = np.random.default_rng(7), program.W
     wave = BareWave(program)
-    memory, data = rng.standard_normal(16).astype(np.float32), rng.standard_normal(W).astype(np.float32)
-    data[3], memory[1] = np.nan, np.nan
-    where = rng.integers(0, 16, W)
+    memory, data = rng.standard_normal(W).astype(np.float32), rng.standard_normal(W).astype(np.float32)
+    # two lanes share a word; a number and a NaN meet in either order
+    where = np.maximum(np.arange(W), 1)
+    data[8], memory[9] = np.nan, np.nan
     prepare(wave, memory.view(np.uint8), 0, where * 4, 4096)
     wave.v[20] = data.view(np.uint32)
     want = memory.copy()
