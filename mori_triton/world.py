@@ -15,6 +15,7 @@ from typing import Any
 from mori_triton import abi, env
 from mori_triton.emulator import device as devices
 from mori_triton.emulator import scheduler
+from mori_triton.emulator.scheduler import Aborted
 from mori_triton.errors import ArgumentError, Deadlock, MoriError, StateError, require
 from mori_triton.host import context, state
 from mori_triton.host.bootstrap.threads import ThreadGroup
@@ -253,6 +254,9 @@ class _Run:
         with self._lock:
             if self.failure is not None:
                 return
+            if isinstance(error, Aborted) and self.coordinator is not None and self.coordinator.failure is not None:
+                # this PE was ended because of that one, and is merely the first to say so
+                error = self.coordinator.failure
             self.failure = pe, error
         if self.coordinator is not None:
             self.coordinator.fail(error)

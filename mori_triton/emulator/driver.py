@@ -154,21 +154,19 @@ class _Launcher:
             exit_hook(launch_metadata)
 
 
-class _CompileOnce:
-    """Stands before `triton.compiler.compile`: threads that want the same kernel at once compile one after another, so
-    all but the first find it in Triton's cache. Held while compiling only, never while a kernel runs.
+class _OneAtATime:
+    """Stands before `triton.compiler.compile`: threads compile one after another. All but the first of those that want the
+    same kernel find it in Triton's cache, and CPython's `ast.parse` (3.11) is not safe in several threads. Held while
+    compiling only, never while a kernel runs.
     """
+
+    _lock = threading.RLock()
 
     def __init__(self, compile: Callable):
         self.compile = compile
-        self._locks: dict[Any, threading.Lock] = {}
-        self._guard = threading.Lock()
 
     def __call__(self, src: Any, target: Any = None, options: Any = None, **kwargs: Any) -> Any:
-        key = src.hash() if hasattr(src, "hash") else id(src), str(target)
-        with self._guard:
-            lock = self._locks.setdefault(key, threading.Lock())
-        with lock:
+        with self._lock:
             return self.compile(src, target=target, options=options, **kwargs)
 
 
@@ -198,7 +196,7 @@ class EmulatedDriver(DriverBase):
             self._before = triton.runtime.driver._active
             _chain(self.utils.on_load)
             self._compile = triton.compiler.compile
-            triton.compiler.compile = _CompileOnce(self._compile)
+            triton.compiler.compile = _OneAtATime(self._compile)
             triton.runtime.driver.set_active(self)
 
     def release(self) -> None:
@@ -210,7 +208,7 @@ class EmulatedDriver(DriverBase):
             if self._users:
                 return
             _unchain(self.utils.on_load)
-            if isinstance(triton.compiler.compile, _CompileOnce):
+            if isinstance(triton.compiler.compile, _OneAtATime):
                 triton.compiler.compile = self._compile
             # somebody else's driver stays
             if triton.runtime.driver._active is self:

@@ -145,11 +145,15 @@ def load(key: str, build: Callable[[], tuple[str | bytes, dict[str, Any]]]) -> d
         source, facts = build()
         found = facts, compile_object(source)
         _write(path, *found)
+    _link(found[1])
+    return found[0]
+
+
+def _link(code: bytes) -> None:
     with _lock:
         engine = _start()
-        engine.add_object_file(llvm.object_file.ObjectFileRef.from_data(found[1]))
+        engine.add_object_file(llvm.object_file.ObjectFileRef.from_data(code))
         engine.finalize_object()
-    return found[0]
 
 
 @functools.cache

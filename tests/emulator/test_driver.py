@@ -1,0 +1,360 @@
+"""The Triton driver of the emulated device: activation, hooks, errors, the object cache, and Triton's oldest supported version."""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from mori_triton import emulator
+from mori_triton.emulator import device as devices
+from mori_triton.emulator import jit, module
+from mori_triton.errors import ArgumentError, KernelFault, StateError, UnsupportedInstruction
+
+from . import kernels
+
+pytestmark = pytest.mark.cpu
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def gfx1201():
+    active = emulator.activate("gfx1201")
+    yield active
+    active.deactivate()
+
+
+def run_vadd(n=300):
+    x, y, out = torch.randn(n), torch.randn(n), torch.full((n,), float("nan"))
+    kernels.vadd[(triton.cdiv(n, 256),)](x, y, out, n, BLOCK=256)
+    assert torch.equal(out, x + y)
+
+
+def python(code, **environment):
+    """Run a script in a new interpreter; returns the process."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    script = f"import warnings; warnings.simplefilter('ignore')\n{code}"
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, check=False)
+
+
+# --------------------------------------------------------------------------------------------------- activation
+def test_deactivate_puts_back_what_was_there():
+    runtime = triton.knobs.runtime
+    before, compiler = triton.runtime.driver._active, triton.compiler.compile
+    chain, mine = runtime.kernel_load_start_hook, lambda *args: None
+    chain.add(mine)
+    try:
+        hooks = list(chain.calls)
+        first = emulator.activate("gfx1201")
+        second = emulator.activate("gfx942")
+        assert mine in runtime.kernel_load_start_hook.calls
+        assert triton.runtime.driver.active.get_current_target().arch == "gfx942"
+        second.deactivate()
+        assert triton.runtime.driver.active.get_current_target().arch == "gfx1201"
+        run_vadd()
+        first.deactivate()
+        assert triton.runtime.driver._active is before
+        assert triton.compiler.compile is compiler
+        assert runtime.kernel_load_start_hook is chain
+        assert chain.calls == hooks
+    finally:
+        chain.remove(mine)
+    with pytest.raises(StateError, match="no activate"):
+        first.deactivate()
+
+
+def test_somebody_elses_driver_is_left_alone():
+    class Other:
+        pass
+
+    other, before = Other(), triton.runtime.driver._active
+    active = emulator.activate("gfx1201")
+    triton.runtime.driver.set_active(other)
+    active.deactivate()
+    assert triton.runtime.driver._active is other
+    triton.runtime.driver._active = before
+
+
+def test_a_plain_function_as_hook_is_chained_not_lost(gfx1201, monkeypatch):
+    seen = []
+    gfx1201.deactivate()
+    monkeypatch.setattr(triton.knobs.runtime, "kernel_load_start_hook", lambda *args: seen.append(args[2]))
+    emulator.activate("gfx1201")
+    kernels.grid_ids[(1,)](torch.zeros(1, dtype=torch.int32), num_warps=8)
+    assert seen == ["grid_ids"]
+
+
+def test_launch_hooks_are_called(gfx1201):
+    calls, runtime = [], triton.knobs.runtime
+    enter, leave = (lambda meta: calls.append(("enter", meta.get()["name"]))), (lambda meta: calls.append("exit"))
+    runtime.launch_enter_hook.add(enter)
+    runtime.launch_exit_hook.add(leave)
+    try:
+        run_vadd()
+    finally:
+        runtime.launch_enter_hook.remove(enter)
+        runtime.launch_exit_hook.remove(leave)
+    assert calls == [("enter", "vadd"), "exit"]
+
+
+def test_an_unknown_architecture_is_refused():
+    with pytest.raises(ArgumentError, match=r"arch: want gfx942 or .*, got 'gfx90a'"):
+        emulator.activate("gfx90a")
+
+
+def test_a_thread_without_a_device_says_what_to_do():
+    from mori_triton.emulator.driver import driver
+
+    driver().hold()
+    try:
+        with pytest.raises(StateError, match=r"emulator.activate"):
+            emulator.current_device()
+    finally:
+        driver().release()
+
+
+def test_devices_are_per_thread(gfx1201):
+    pair, seen = devices.acquire("gfx942", 2), {}
+
+    def work(device):
+        emulator.set_device(device.number)
+        run_vadd()
+        seen[device.number] = triton.runtime.driver.active.get_current_target().arch
+
+    threads = [threading.Thread(target=work, args=(device,)) for device in pair]
+    for thread in threads:
+        thread.start()
+    run_vadd()
+    for thread in threads:
+        thread.join()
+    devices.release(pair)
+    assert set(seen.values()) == {"gfx942"}
+    assert triton.runtime.driver.active.get_current_target().arch == "gfx1201"
+    with pytest.raises(ArgumentError, match="device: want a number below"):
+        emulator.set_device(9999)
+
+
+def test_many_threads_may_compile_and_launch_at_once(gfx1201):
+    @triton.jit
+    def scale(x, out, n, FACTOR: tl.constexpr):
+        i = tl.arange(0, 64)
+        tl.store(out + i, tl.load(x + i, mask=i < n) * FACTOR, mask=i < n)
+
+    errors, pair = [], devices.acquire("gfx1201", 6)
+
+    def work(device, factor):
+        try:
+            emulator.set_device(device.number)
+            x, out = torch.randn(64), torch.full((64,), float("nan"))
+            for f in (2, factor):
+                scale[(1,)](x, out, 64, FACTOR=f)
+                assert torch.equal(out, x * f)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(device, 3 + i % 2)) for i, device in enumerate(pair)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    devices.release(pair)
+    assert not errors
+
+
+def test_the_interpreter_is_refused():
+    done = python("from mori_triton import emulator; emulator.activate()", TRITON_INTERPRET="1")
+    assert "StateError: TRITON_INTERPRET=1" in done.stderr
+    assert "local_world(device='cpu')" in done.stderr
+
+
+def test_binaries_without_text_are_refused(tmp_path):
+    code = (
+        "import torch\nfrom mori_triton import emulator\nfrom tests.emulator import kernels\nemulator.activate()\n"
+        "kernels.grid_ids[(1,)](torch.zeros(1, dtype=torch.int32))"
+    )
+    done = python(code, TRITON_STORE_BINARY_ONLY="1", TRITON_CACHE_DIR=str(tmp_path))
+    assert "StateError: the assembly text of grid_ids was not stored" in done.stderr
+    assert "unset TRITON_STORE_BINARY_ONLY" in done.stderr
+
+
+# --------------------------------------------------------------------------------------------------- bad arguments
+def test_tensor_descriptors_are_refused(gfx1201):
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    @triton.jit
+    def describe(desc, out):
+        tl.store(out + tl.arange(0, 16), desc.load([0]))
+
+    descriptor = TensorDescriptor(torch.zeros(16), [16], [1], [16])
+    with pytest.raises(ArgumentError, match="desc: tensor descriptors are not emulated"):
+        describe[(1,)](descriptor, torch.zeros(16))
+
+
+def test_tensors_of_another_device_are_refused(gfx1201):
+    x = torch.empty(300, device="meta")
+    with pytest.raises((ArgumentError, RuntimeError, ValueError), match=r"CPU|meta|cpu"):
+        kernels.vadd[(1,)](x, x, x, 300, BLOCK=256)
+
+
+def test_out_of_bounds_names_the_access_and_the_nearest_memory(gfx1201):
+    x, y, out = torch.randn(1024), torch.randn(1000), torch.empty(1024)
+    with pytest.raises(KernelFault) as caught:
+        kernels.vadd[(4,)](x, y, out, 1024, BLOCK=256)
+    text = str(caught.value)
+    assert "global access outside every registered range" in text
+    assert "vadd of device" in text
+    assert "workgroup 3, wave" in text
+    assert "line " in text
+    assert "load_b" in text
+    assert "past the end of argument y" in text
+    # the device is usable afterwards
+    run_vadd()
+
+
+def test_memory_has_to_be_allowed(gfx1201):
+    target = torch.zeros(4, dtype=torch.int32)
+
+    @triton.jit
+    def poke(address, out):
+        tl.store(address.to(tl.pointer_type(tl.int32)), 5)
+        tl.store(out, 1)
+
+    out = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(KernelFault, match="global access outside"):
+        poke[(1,)](target.data_ptr(), out, num_warps=1)
+    number = emulator.current_device()
+    emulator.allow(number, target.data_ptr(), 16, "a heap")
+    poke[(1,)](target.data_ptr(), out, num_warps=1)
+    assert target.tolist() == [5, 0, 0, 0]
+    with pytest.raises(KernelFault, match="nearest: 0 bytes past the end of a heap"):
+        poke[(1,)](target.data_ptr() + 16, out, num_warps=1)
+    emulator.disallow(number, target.data_ptr())
+    with pytest.raises(KernelFault, match="global access outside"):
+        poke[(1,)](target.data_ptr(), out, num_warps=1)
+    with pytest.raises(StateError, match="no memory was allowed"):
+        emulator.disallow(number, target.data_ptr())
+
+
+# --------------------------------------------------------------------------------------------------- object cache
+TEXT = """
+	.amdgcn_target "amdgcn-amd-amdhsa--gfx1201"
+	.text
+tiny:
+	s_nop {number}
+	{instruction}
+	s_endpgm
+	.amdhsa_kernel tiny
+	.end_amdhsa_kernel
+"""
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty object cache; yields a function that counts how often the lifter runs while loading a text."""
+    monkeypatch.setenv("MORI_TRITON_CACHE_DIR", str(tmp_path))
+    lifted = []
+    original = module._lift
+    monkeypatch.setattr(module, "_lift", lambda *args: lifted.append(1) or original(*args))
+
+    def load(text):
+        module._codes.clear()
+        # an object may be linked once only in a process: what is asked for is whether it would be built
+        monkeypatch.setattr(jit, "_link", lambda code: None)
+        monkeypatch.setattr(jit, "address", lambda name: 1)
+        lifted.clear()
+        module.load_code(text)
+        return len(lifted)
+
+    load.files = lambda: sorted(tmp_path.rglob("*.o"))
+    return load
+
+
+def test_objects_are_kept_and_never_stale(cache, monkeypatch):
+    text = TEXT.format(number=0, instruction="s_nop 0")
+    assert cache(text) == 1
+    assert cache(text) == 0
+    assert cache(TEXT.format(number=1, instruction="s_nop 0")) == 1
+    for name, value in (("OPT_LEVEL", 1), ("_lifter", lambda: "other sources")):
+        with monkeypatch.context() as patch:
+            jit._host.cache_clear()
+            patch.setattr(jit, name, value)
+            assert cache(text) == 1
+    jit._host.cache_clear()
+    assert cache(text) == 0
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:60], lambda b: b"", lambda b: b[:-5] + b"xxxxx"])
+def test_a_damaged_object_is_built_again(cache, damage):
+    text = TEXT.format(number=2, instruction="s_nop 0")
+    assert cache(text) == 1
+    (path,) = cache.files()
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    assert cache(text) == 1
+    assert path.read_bytes() == whole
+
+
+def test_a_cache_that_cannot_be_written_costs_time_only(cache, monkeypatch):
+    monkeypatch.setenv("MORI_TRITON_CACHE_DIR", "/proc/nowhere")
+    assert cache(TEXT.format(number=3, instruction="s_nop 0")) == 1
+
+
+def test_an_unknown_instruction_is_named_with_its_line():
+    with pytest.raises(UnsupportedInstruction, match=r"line 6: `v_frobnicate_b32 v0, v1`"):
+        module.load_code(TEXT.format(number=4, instruction="v_frobnicate_b32 v0, v1"))
+
+
+def test_processes_share_the_object_cache(tmp_path):
+    code = (
+        "import torch\nfrom mori_triton import emulator\nfrom mori_triton.emulator import module\n"
+        "from tests.emulator import kernels\nemulator.activate()\nlifted = []\noriginal = module._lift\n"
+        "module._lift = lambda *args: lifted.append(1) or original(*args)\n"
+        "x, out = torch.arange(256).int(), torch.zeros(258, dtype=torch.int32)\n"
+        "kernels.scan_sum_max[(1,)](x, out, N=256, num_warps=2)\nassert torch.equal(out[:256], x.cumsum(0).int())\n"
+        "import sys; sys.stdout.write(str(len(lifted)))"
+    )
+    # the emulator's own functions are not what this is about
+    for name in ("emulator_memory.bc", "emulator_scheduler.bc"):
+        key = jit._digest(jit.bitcode_path(name).read_bytes())
+        (tmp_path / "objects" / key[:2]).mkdir(parents=True)
+        kept = jit.env.cache_dir() / "objects" / key[:2] / f"{key}.o"
+        if kept.exists():
+            shutil.copy(kept, tmp_path / "objects" / key[:2])
+    environment = {"MORI_TRITON_CACHE_DIR": str(tmp_path)}
+    runs = [python(code, **environment) for _ in range(2)]
+    assert [run.stdout for run in runs] == ["1", "0"], runs[0].stderr + runs[1].stderr
+
+
+# --------------------------------------------------------------------------------------------------- Triton 3.6
+def test_the_oldest_supported_triton(tmp_path):
+    folder = os.environ.get("MORI_TEST_TRITON36", "")
+    if not folder or not Path(folder, "triton").is_dir():
+        pytest.skip(
+            "MORI_TEST_TRITON36 names no folder with Triton (pip install --target FOLDER --no-deps triton==3.6.0)"
+        )
+    # Triton 3.6 cannot assemble some of its own code for gfx1250
+    tests = [
+        "vadd",
+        "spin_lock",
+        "row_reduce",
+        "scan_sum_max",
+        "softmax",
+        "grids",
+        "every_kind",
+        "all_reduce",
+        "matmul",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", f"({' or '.join(tests)}) and not gfx1250",
+         str(Path(__file__).parent / "test_triton_kernels.py")],
+        env={**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "TRITON_CACHE_DIR": str(tmp_path), "MORI_TEST_TRITON36": ""},
+        capture_output=True, text=True, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
