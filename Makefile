@@ -31,14 +31,19 @@ wheel: $(VENV)/.ready
 	$(PIP) install build
 	$(PY) -m build --wheel --outdir dist
 
-# A torch that the machine already has (CPU, CUDA or ROCm) is used through --system-site-packages; otherwise pip brings the pinned one.
+# A torch that $(PYTHON) already has (CPU, CUDA or ROCm) is used; otherwise pip brings the pinned one. A path file reaches it
+# where --system-site-packages does not: when $(PYTHON) is itself in a virtual environment.
+HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
 $(VENV)/.ready: pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("mori_triton needs Python 3.10 or newer, this is " + sys.version)'
-	@if $(PYTHON) -c 'import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)' 2>/dev/null; then site=--system-site-packages; else site=; fi; \
+	@rm -rf $(VENV)
+	@if $(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null; then site=--system-site-packages; else site=; fi; \
 	echo "setting up $(VENV) $$site"; \
-	$(PYTHON) -m venv --clear $$site $(VENV) 2>/dev/null || $(PYTHON) -m virtualenv --clear $$site $(VENV) || \
-	{ $(PYTHON) -m venv --clear --without-pip $$site $(VENV) && $(PYTHON) -m pip --python $(PY) install --quiet pip; }
-	@$(PY) -c 'import torch' 2>/dev/null || $(PIP) install '$(TORCH)'
+	$(PYTHON) -m venv $$site $(VENV) >/dev/null 2>&1 || $(PYTHON) -m virtualenv -q $$site $(VENV) 2>/dev/null || \
+	{ rm -rf $(VENV) && $(PYTHON) -m venv --without-pip $$site $(VENV) && $(PYTHON) -m pip --python $(PY) install --quiet pip; }; \
+	if [ -n "$$site" ] && ! $(PY) -c '$(HAS_TORCH)' 2>/dev/null; then \
+	$(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("platlib"))' > "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/outer.pth"; fi
+	@$(PY) -c '$(HAS_TORCH)' 2>/dev/null || $(PIP) install '$(TORCH)'
 	$(PIP) install -c constraints.txt -e .
 	@touch $@
 
