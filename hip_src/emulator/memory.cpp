@@ -457,5 +457,5 @@ void mori_emu_weak_forget(WeakSystem* s, u64 low, u64 high, u64 device) {
   }
 }
 
-const u64 mori_emu_weak_layout[] = {sizeof(WeakSystem), __builtin_offsetof(WeakSystem, races), sizeof(Race), sizeof(WeakLaunch), sizeof(Version), 8192, WAVE_MEMORY};
+const u64 mori_emu_weak_layout[] = {sizeof(WeakSystem), __builtin_offsetof(WeakSystem, starved), sizeof(Race), sizeof(WeakLaunch), sizeof(Version), 8192, WAVE_MEMORY};
 }

@@ -10,7 +10,7 @@
 
 constexpr u64 NEVER = ~0ull;
 constexpr u32 NONE = 0;  // no version
-constexpr int MAX_DEVICES = 64, MAX_WAVES = 32, MAX_VERSIONS = 8, MAX_RACES = 64, PAGE_WORDS = 256;
+constexpr int MAX_DEVICES = 64, MAX_WAVES = 32, MAX_VERSIONS = 8, MAX_RACES = 64, MAX_STARVED = 32, PAGE_WORDS = 256;
 
 // one store to one word; also used as the head of the lists of versions that wait for a release
 struct Version {
@@ -59,7 +59,7 @@ struct Race {
   u32 store_launch, store_pc, store_group, store_wave;
   u32 missing, size;
 };
-enum Missing : u32 { AGENT_RELEASE = 1, SYSTEM_RELEASE = 2, SYSTEM_ACQUIRE = 4, AGENT_ACQUIRE = 8 };
+enum Missing : u32 { AGENT_RELEASE = 1, SYSTEM_RELEASE = 2, SYSTEM_ACQUIRE = 4, AGENT_ACQUIRE = 8, SYSTEM_LOAD = 16 };
 
 struct WeakSystem {
   u64 now;  // counts events
@@ -75,7 +75,10 @@ struct WeakSystem {
   u64 acquired_system[MAX_DEVICES];  // last system acquire by any workgroup of a device
   u64 floor_agent[MAX_DEVICES], floor_system[MAX_DEVICES];
   u64 lists[MAX_DEVICES];  // versions at a device that no system release covers
+  u64 salt;  // decides for good which stores of peers an agent-scope load can see; bit 0: nothing arrives by itself
+  u64 num_starved;
   Race races[MAX_RACES];
+  Race starved[MAX_STARVED];  // polls that do not see a store which has been made
 };
 
 struct WeakLaunch {
@@ -441,6 +444,12 @@ void start_launch(WeakSystem* s, WeakLaunch* l) {
 }
 
 void end_launch(WeakSystem* s, WeakLaunch* l) {
+  for (u64 i = 0; i < s->num_starved;)
+    if (s->starved[i].load_launch == l->number) {
+      s->starved[i] = s->starved[--s->num_starved];
+    } else {
+      i++;
+    }
   release_list(s, static_cast<u32>(l->unreleased));
   free_version(s, static_cast<u32>(l->unreleased));
   (l->previous ? reinterpret_cast<WeakLaunch*>(l->previous)->next : s->launches) = l->next;
@@ -512,33 +521,80 @@ COLD Reader reader(Wave* w, u64 how) {
   if (!g) return r;
   r.view = g->waves + (l->acquire_per_wave ? wave : 0);
   r.stores = g->waves + (l->release_per_wave ? wave : 0);
-  if (s->pending && draw(s) % 4 == 0) random_arrival(r);
+  if (s->pending && !(s->salt & 1) && draw(s) % 4 == 0) random_arrival(r);
   return r;
 }
 
-COLD void note_race(Reader& r, u64 a, const Version& v) {
-  WeakSystem* s = r.s;
-  u32 missing = 0;
-  if (v.released_device == NEVER) missing |= AGENT_RELEASE;
-  if (v.device == r.l->device) {
-    if (!missing) missing = AGENT_ACQUIRE;
-  } else {
-    if (v.released_system == NEVER) missing |= SYSTEM_RELEASE;
-    if (!missing) missing = v.released_system > s->acquired_system[r.l->device] ? SYSTEM_ACQUIRE : AGENT_ACQUIRE;
+// what keeps this reader from seeing the version
+Race race_with(const Reader& r, u64 a, const Version& v, Scope scope) {
+  const u64 device = r.l->device;
+  u32 missing = v.released_device == NEVER ? AGENT_RELEASE : 0;
+  if (v.device != device && v.released_system == NEVER) missing |= SYSTEM_RELEASE;
+  if (!missing && scope == AGENT) {
+    missing = SYSTEM_LOAD;
+  } else if (!missing) {
+    const bool fresh = v.device != device && v.released_system > r.s->acquired_system[device];
+    missing = fresh ? SYSTEM_ACQUIRE : AGENT_ACQUIRE;
   }
+  return Race{a, 1, static_cast<u32>(r.l->number), r.pc, static_cast<u32>(r.w->group->number), r.wave,
+              v.launch, v.pc, v.number, v.wave, missing, 4};
+}
+
+COLD void note_race(Reader& r, u64 a, const Version& v, Scope scope) {
+  WeakSystem* s = r.s;
+  const Race race = race_with(r, a, v, scope);
   for (u64 i = 0; i < s->num_races; i++) {
     Race& k = s->races[i];
-    if (k.load_launch == r.l->number && k.load_pc == r.pc && k.store_launch == v.launch && k.store_pc == v.pc && k.missing == missing) {
+    if (k.load_launch == race.load_launch && k.load_pc == race.load_pc && k.store_launch == race.store_launch &&
+        k.store_pc == race.store_pc && k.missing == race.missing) {
       k.count++;
       return;
     }
   }
   if (s->num_races == MAX_RACES) {
     s->lost_races++;
+  } else {
+    s->races[s->num_races++] = race;
+  }
+}
+
+// Has an agent-scope load a chance to see this store of a peer? Its device's cache need not look again, ever.
+bool lucky(const WeakSystem* s, const Version& v) {
+  u64 x = (s->salt ^ v.word ^ v.at_system) * 0x9E3779B97F4A7C15ull;
+  return x >> 63;
+}
+
+// a version that this load of a scope beyond the workgroup cannot see, though it has been stored; null: none
+const Version* hidden(Reader& r, const Word* word, u8 m, Scope scope) {
+  WeakSystem* s = r.s;
+  const u32 device = static_cast<u32>(r.l->device);
+  for (u32 i = word->newest; i; i = version(s, i).older) {
+    const Version& v = version(s, i);
+    if (!(v.bytes & m) || v.group == r.g->id) continue;
+    const u64 at = order(word, v, device);
+    if (at == NEVER) return &v;
+    if (scope == AGENT && v.device != device && v.at_system > s->acquired_system[device] && !lucky(s, v)) return &v;
+  }
+  return nullptr;
+}
+
+// Keeps the list of polls that wait for a store which may never reach them.
+COLD void note_poll(Reader& r, const Word* word, u8 m, Scope scope) {
+  WeakSystem* s = r.s;
+  const u64 a = word_address(word);
+  const u32 group = static_cast<u32>(r.w->group->number);
+  const Version* v = hidden(r, word, m, scope);
+  for (u64 i = 0; i < s->num_starved; i++) {
+    Race& k = s->starved[i];
+    if (k.address != a || k.load_launch != r.l->number || k.load_pc != r.pc || k.load_group != group) continue;
+    if (v) {
+      k = race_with(r, a, *v, scope);
+    } else {
+      k = s->starved[--s->num_starved];
+    }
     return;
   }
-  s->races[s->num_races++] = Race{a, 1, static_cast<u32>(r.l->number), r.pc, static_cast<u32>(r.w->group->number), r.wave,
-                                  v.launch, v.pc, v.number, v.wave, missing, 4};
+  if (v && s->num_starved < MAX_STARVED) s->starved[s->num_starved++] = race_with(r, a, *v, scope);
 }
 
 // the bytes `m` of a word as this reader may see them; each version covers all of m or nothing of it
@@ -572,16 +628,17 @@ u32 choose(Reader& r, Word* word, u8 m, Scope scope) {
     if (!(v.bytes & m)) continue;
     const u64 at = order(word, v, device);
     if (at <= floor) continue;
-    if (!racing && v.group != r.g->id && (v.value ^ value) & keep) racing = &v;
-    if (at == NEVER) continue;
+    const bool unordered = scope == WORKGROUP || (scope == AGENT && v.device != device);
+    if (unordered && !racing && v.group != r.g->id && (v.value ^ value) & keep) racing = &v;
+    if (at == NEVER || (scope == AGENT && v.device != device && !lucky(s, v))) continue;
     if (at > newest_at) {
       newest_at = at;
       newest = n;
     }
     candidates[n++] = v.value;
   }
-  if (racing && scope == WORKGROUP) note_race(r, word_address(word), *racing);
-  if (n > 1) value = candidates[scope == SYSTEM || draw(s) & 1 ? newest : draw(s) % n];
+  if (racing) note_race(r, word_address(word), *racing, scope);
+  if (n > 1) value = candidates[scope != WORKGROUP || draw(s) & 1 ? newest : draw(s) % n];
   return value & keep;
 }
 
@@ -612,6 +669,7 @@ void load_bytes(Reader& r, u64 a, u32 n, Scope scope, u8* out) {
   for_words(a, n, [&](u64 at, u8 m, i64 offset) {
     Word* word = word_of(r, at, false);
     u32 x = word ? read_word(r, word, m, scope) : *reinterpret_cast<const volatile u32*>(at);
+    if (word && scope != WORKGROUP) note_poll(r, word, m, scope);
     for (int i = 0; i < 4; i++)
       if (m >> i & 1) out[offset + i] = static_cast<u8>(x >> 8 * i);
   });
@@ -679,33 +737,38 @@ COLD inline bool weak_store(Reader& r, u64 a, u32 n, u64 how, const u8* bytes) {
 }
 
 template <class F> COLD inline bool weak_atomic(Reader& r, u64 a, u32 n, u64 how, u64* seen, F change) {
-  const Scope scope = scope_of(how) == SYSTEM ? SYSTEM : AGENT;
+  const Scope scope = scope_of(how);
   Word* words[2] = {word_of(r, a, true), n == 8 ? word_of(r, a + 4, true) : nullptr};
   *seen = 0;
   for (u32 i = 0; i < n / 4; i++) {
     if (!words[i]) return false;
-    flush_word(r, words[i], scope);
-    // in the order of arrival: an atomic never acts on an old value
-    u64 latest = 0;
-    u32 value = words[i]->baseline;
     u32 x = 0;
-    for (int b = 0; b < 4; b++) {
-      latest = 0;
-      u32 byte = value;
-      for (u32 k = words[i]->newest; k; k = version(r.s, k).older) {
-        Version& v = version(r.s, k);
-        u64 at = order(words[i], v, scope == SYSTEM ? ~0u : static_cast<u32>(r.l->device));
-        if (v.bytes >> b & 1 && at != NEVER && at > latest) {
-          latest = at;
-          byte = v.value;
+    if (scope != WORKGROUP) flush_word(r, words[i], scope);
+    if (scope != SYSTEM) {
+      // of narrow scope: what this workgroup, or device, would load
+      x = read_word(r, words[i], 15, scope);
+    } else {
+      // an atomic never acts on an old value
+      for (int b = 0; b < 4; b++) {
+        u64 latest = 0;
+        u32 byte = words[i]->baseline;
+        for (u32 k = words[i]->newest; k; k = version(r.s, k).older) {
+          Version& v = version(r.s, k);
+          u64 at = order(words[i], v, ~0u);
+          if (v.bytes >> b & 1 && at != NEVER && at > latest) {
+            latest = at;
+            byte = v.value;
+          }
         }
+        x |= byte & 0xFFu << 8 * b;
       }
-      x |= byte & 0xFFu << 8 * b;
     }
     *seen |= static_cast<u64>(x) << 32 * i;
   }
   u64 fresh = change(*seen);
   bool good = true;
+  if (fresh == *seen && scope != WORKGROUP)
+    for (u32 i = 0; i < n / 4; i++) note_poll(r, words[i], 15, scope);
   for (u32 i = 0; i < n / 4; i++)
     if (static_cast<u32>(fresh >> 32 * i) != static_cast<u32>(*seen >> 32 * i)) good = good && put_bytes(r, words[i], static_cast<u32>(fresh >> 32 * i), 15, scope);
   return good;

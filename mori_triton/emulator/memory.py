@@ -82,14 +82,14 @@ class Memory(Lds):
         return "RETURN" in str(mods.get("th", "")) or (("sc0" in mods or "glc" in mods) and not self.gfx12)
 
     def scope(self, mods: dict, atomic: bool) -> int:
-        """Atomics act at their device at least, whatever their bits say."""
+        """How far an access reaches past the caches. gfx9 spells atomics of workgroup scope like agent scope."""
         if self.gfx12:
             found = {"SCOPE_DEV": AGENT, "SCOPE_SYS": SYSTEM}.get(str(mods.get("scope")), WORKGROUP)
         elif atomic:
             found = SYSTEM if "sc1" in mods else AGENT
         else:
             found = (SYSTEM if "sc0" in mods else AGENT) if "sc1" in mods else WORKGROUP
-        return max(found, AGENT) if atomic else found
+        return found
 
     def memory(self, ins: Inst, base: str) -> None:
         """global, flat, raw-buffer and scratch loads, stores and atomics."""
@@ -101,7 +101,11 @@ class Memory(Lds):
         if any(o.half == "h" for o in ops):
             raise KeyError("high half as an operand")
         returns = kind == "load" or (kind == "atomic" and self.returns(m))
-        how = self.scope(m, kind == "atomic") << 4
+        scope = self.scope(m, kind == "atomic")
+        if kind == "atomic" and space == "buffer":
+            # Triton writes no scope into these; they act in the device's cache
+            scope = max(scope, AGENT)
+        how = scope << 4
         if kind == "atomic":
             code, bits = operation(ty)
             what, how = f"atomic_{bits}", how | code << 8 | (64 if returns else 0)

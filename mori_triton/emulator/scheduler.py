@@ -228,6 +228,9 @@ class Coordinator:
         elif event in (Event.QUIET, Event.STUCK):
             if not alone:
                 self._device_idle = True
+            elif self.weak is not None and self.weak.starving():
+                texts = [*self.weak.races(), *self.weak.starving()]
+                self._give_up(WeakMemoryError(_listing("polls wait for stores that need not arrive", texts)), me)
             elif self.weak is not None and self.weak.pending():
                 self.weak.drain()
                 # what arrived is a change: let the waves poll again

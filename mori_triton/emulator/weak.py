@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from mori_triton.emulator.launch import Launch
     from mori_triton.emulator.module import Code
 
-MAX_DEVICES, MAX_RACES = 64, 64
+MAX_DEVICES, MAX_RACES, MAX_STARVED = 64, 64, 32
 _PAGE_BYTES, _VERSION_BYTES = 8192, 80
-AGENT_RELEASE, SYSTEM_RELEASE, SYSTEM_ACQUIRE, AGENT_ACQUIRE = 1, 2, 4, 8
+AGENT_RELEASE, SYSTEM_RELEASE, SYSTEM_ACQUIRE, AGENT_ACQUIRE, SYSTEM_LOAD = 1, 2, 4, 8, 16
 
 
 def _words(names: str) -> list[tuple[str, type]]:
@@ -55,7 +55,9 @@ class _System(ctypes.Structure):
             (name, ctypes.c_uint64 * MAX_DEVICES)
             for name in ("acquired_system", "floor_agent", "floor_system", "lists")
         ),
+        *_words("salt num_starved"),
         ("races", Race * MAX_RACES),
+        ("starved", Race * MAX_STARVED),
     ]
 
 
@@ -102,6 +104,8 @@ class WeakMemory:
             table=self._table.ctypes.data,
             table_mask=slots - 1,
             num_devices=num_devices,
+            # with every second seed nothing arrives by itself, only by releases
+            salt=(mixed >> 20) << 1 | (seed & 1),
         )
         self._address = ctypes.addressof(self._system)
         _function("init", ctypes.c_void_p)(self._address)
@@ -147,7 +151,7 @@ class WeakMemory:
             device=device,
             number=len(self._launches),
             acquire_per_wave=gfx12 and directives.get("workgroup_processor_mode") == "1",
-            release_per_wave=gfx12,
+            release_per_wave=1,
             wait_releases=arch == "gfx1201",
             homes=self._homes.ctypes.data,
             num_homes=len(self._homes),
@@ -170,6 +174,10 @@ class WeakMemory:
     def drain(self) -> None:
         """Let every store on its way arrive now."""
         _function("drain", ctypes.c_void_p)(self._address)
+
+    def starving(self) -> list[str]:
+        """Polls that do not see a store on its way, one text each. With nothing else to happen, they never will."""
+        return [self._describe(self._system.starved[i]) for i in range(self._system.num_starved)]
 
     def races(self) -> list[str]:
         """One text per pair of a load and a store that raced so far, oldest first."""
@@ -200,6 +208,7 @@ class WeakMemory:
             SYSTEM_RELEASE: f"a release of system scope on PE {writer} after the store reached it",
             SYSTEM_ACQUIRE: f"an acquire of system scope on PE {reader} since that release",
             AGENT_ACQUIRE: f"an acquire of agent scope by {loaded_by} since that release",
+            SYSTEM_LOAD: "system scope of the load itself",
         }
         reasons = [text for bit, text in texts.items() if race.missing & bit]
         times = f" ({race.count} times)" if race.count > 1 else ""

@@ -41,6 +41,7 @@ class Litmus:
     buffers: list = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.starved: list[str] = []
         self.machine = Machine(self.seed, quantum=self.quantum)
         self.weak = WeakMemory(self.seed, self.num_devices, arena_bytes=1 << 24)
         self.devices = [Device(100 + i, self.arch, 100 + i, f"PE {i}") for i in range(self.num_devices)]
@@ -78,14 +79,19 @@ class Litmus:
         return launch
 
     def run(self, limit: int = 20_000_000) -> None:
-        """Run until every kernel has ended."""
+        """Run until every kernel has ended, or only polls that wait for a store on its way are left: then `starved`."""
         while self.machine.launches:
             event = self.machine.run(1 << 20)
             if event == Event.FAULT:
                 raise self.machine.fault()[1]
             if event == Event.FINISHED:
                 self.machine.finished()
+            elif event == Event.QUIET and self.weak.starving():
+                self.starved = self.weak.starving()
+                while self.machine.launches:
+                    self.machine.retire(self.machine.launches[0])
             elif event == Event.QUIET and self.weak.pending():
                 self.weak.drain()
+                self.machine.state.epoch += 1
             elif event in (Event.STUCK, Event.QUIET) or self.machine.instructions > limit:
                 raise AssertionError("\n".join(self.machine.waiting_waves()))
