@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -71,7 +72,7 @@ class _Launch(ctypes.Structure):
 
 
 @functools.cache
-def _function(name: str, *arguments: type) -> ctypes._CFuncPtr:
+def _function(name: str, *arguments: type) -> Callable[..., None]:
     runtime.ensure()
     return ctypes.CFUNCTYPE(None, *arguments)(jit.address(f"mori_emu_weak_{name}"))
 
