@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 from mori_triton.emulator import asm, isa
 from mori_triton.emulator.asm import Inst
-from mori_triton.emulator.ir import Fn, Val
-from mori_triton.emulator.isa.integer import Formula
+from mori_triton.emulator.ir import Fn, Pair, Val
+from mori_triton.emulator.isa.integer import Formula, perm_of
 from mori_triton.emulator.state import Operand
 from mori_triton.emulator.vector_lanes import Lanes
 from mori_triton.emulator.vector_matrix import MATRIX, Matrix
 from mori_triton.emulator.vector_packed import MIXED, PACKED, Packed
 
-_WIDTH = {"q": 64, "d": 64}
+_WIDTH = {"q": 64, "w": 64, "d": 64}
 
 
 # modifiers of a result, in the order they apply
@@ -70,6 +70,8 @@ class Vector(Lanes, Packed, Matrix):
             self.mixed(ins, ops, k)
         elif k in MATRIX:
             self.matrix(ops, k)
+        elif k == "perm_b32":
+            self.perm(ins, ops)
         elif k in isa.VALU:
             types, fn = isa.VALU[k]
             self.vector(ins, k, types, fn, ops)
@@ -95,7 +97,7 @@ class Vector(Lanes, Packed, Matrix):
             source = Source(t, o, half, mods.get(f"src{i}_sel", "DWORD") if sdwa else "DWORD")
             key.append(source.key())
             loaders.append(source)
-            if t == "q" and "i64" in name:
+            if t in "qw" and "i64" in name:
                 o.value = o.signed_literal if o.kind == "imm" else o.value
             # a 16-bit immediate has its own pattern
             bits = 16 if t in "he" and o.kind == "imm" else W if t == "m" else _WIDTH.get(t, 32)
@@ -113,27 +115,29 @@ class Vector(Lanes, Packed, Matrix):
         if dpp:
             key.append("dpp_" + "_".join(f"{k}{v if v is not True else ''}" for k, v in mods.items()))
 
-        def build(f: Fn, params: list) -> None:
-            write = params[-1].bits_to_lanes(W)
-            ex = write
+        def body(f: Fn, params: list, exec_full: bool = False) -> None:
+            write = ex = params[-1]
             # the destination pointer and exec follow the sources
             vals = [self.load_source(f, p, l) for p, l in zip(params, loaders, strict=False)]
             if dpp:
-                idx, ok, rows, zero = dpp
-                live = f.flags(ok) & ex.shuffle(idx)
-                v = vals[0].shuffle(idx)
-                vals[0] = live.pick(v, v.const(0))
-                write = ex & f.flags(rows) if zero else ex & f.flags(rows) & live
+                vals[0], write = self.dpp_value(f, dpp, vals[0], ex, exec_full)
             r = fn(*vals)
             r = list(r) if isinstance(r, tuple) else [r]
             if value:
                 x = self.modify_result(name, mods, vals, r[0])
                 self.write_vector(f, params[-2], x.splat(W), write, part=part)
             if "m" in dtypes:
-                m = (r[-1].splat(W) & ex).lanes_to_bits()
+                # inactive lanes read as 0
+                m = r[-1].splat(W).lanes_to_bits() & (ex if write is ex else write.lanes_to_bits())
                 f.emit(f"ret i{W} {m.name}")
             else:
                 f.emit("ret void")
+
+        def build(f: Fn, params: list) -> None:
+            if dpp:
+                # most often every lane is active, and constants do
+                f.when(params[-1].cmp("eq", -1), lambda: body(f, params, True))
+            body(f, params)
 
         m = self.call("_".join(key), f"i{W}" if "m" in dtypes else "void", args, build)
         if m:
@@ -155,6 +159,16 @@ class Vector(Lanes, Packed, Matrix):
             return "h"
         return "z" if not self.gfx12 and name in isa.CLEARS_HIGH_HALF else "l"
 
+    def perm(self, ins: Inst, ops: list[str]) -> None:
+        """v_perm_b32. The selector is often known here, or a scalar that packs half-words."""
+        types, fn = isa.VALU["perm_b32"]
+        selector = self.op(ops[3])
+        if selector.kind == "imm":
+            known = selector.bits(32)
+            if perm_of(known):
+                return self.vector(ins, f"perm_{known:x}", "i<-ii", perm_of(known), ops[:3])
+        return self.vector(ins, "perm_b32", types, fn, ops)
+
     def sources(self, types: str, dst: Operand, texts: list[str]) -> list[Operand]:
         """One operand per source type; the last may be the implied vcc of the short encodings."""
         srcs, texts = [], list(texts)
@@ -167,13 +181,19 @@ class Vector(Lanes, Packed, Matrix):
             raise KeyError("operand count")
         return srcs
 
-    def load_source(self, f: Fn, p: str | Val, source: Source) -> Val:
+    def load_source(self, f: Fn, p: str | Val, source: Source) -> Val | Pair:
         """A source inside a helper: `p` points to vector registers or is a scalar's value."""
         (t, o, half, sel), W = source, self.W
+        if t == "w" and (o.abs or o.neg or o.sext or sel != "DWORD"):
+            raise KeyError("modifier on a 64-bit integer operand")
         if o.kind != "v":
             if t == "m":
                 return p.bits_to_lanes(W)
             v = p
+            if t == "w":
+                return Pair(p.trunc(32), (p >> 32).trunc(32)).splat(W)
+        elif t == "w":
+            return Pair(f.load(p, 32, W), f.load(f.gep(p, 4 * W), 32, W))
         elif t in "qd":
             v = f.load(p, 32, W).zext(64) | (f.load(f.gep(p, 4 * W), 32, W).zext(64) << 32)
         else:
@@ -205,8 +225,12 @@ class Vector(Lanes, Packed, Matrix):
         v = v << (32 - bits - int(n) * bits)
         return v.sar(32 - bits) if signed else v >> (32 - bits)
 
-    def modify_result(self, name: str, mods: dict, vals: list[Val], r: Val) -> Val:
+    def modify_result(self, name: str, mods: dict, vals: list[Val], r: Val | Pair) -> Val | Pair:
         """Output modifiers: times 2, 4 or 1/2, then clamp."""
+        if isinstance(r, Pair):
+            if any(m in mods for m in _RESULT_MODIFIERS):
+                raise KeyError("modifier on a 64-bit integer result")
+            return r
         for key, factors in (("mul", {"2": 2.0, "4": 4.0}), ("div", {"2": 0.5})):
             if key in mods:
                 if not r.flt:
@@ -223,15 +247,38 @@ class Vector(Lanes, Packed, Matrix):
             return r.intr("maximumnum", r.const(0.0)).intr("minimumnum", r.const(1.0))
         raise KeyError("clamp")
 
-    def write_vector(self, f: Fn, p: str, v: Val, write: Val, *, part: str = "") -> None:
-        """Store v into the register(s) at p, in the lanes that `write` flags. part: see `destination_part`."""
-        v = v.i()
-        for k, x in enumerate([v.trunc(32), (v >> 32).trunc(32)] if v.bits == 64 else [v]):
-            q = f.gep(p, 4 * self.W * k)
-            old = f.load(q, 32, self.W)
-            new = self.insert_part(x.zext(32), old, part) if part else x
-            # not a select: from optimisation level 1 on, that and the store become a masked store, slow on some CPUs
-            f.store(q, old ^ ((old ^ new) & write.sext(32)))
+    def write_vector(self, f: Fn, p: str, v: Val | Pair, write: Val, *, part: str = "") -> None:
+        """Store v into the register(s) at p, in the lanes that `write` flags (lane flags, or the exec register's bits).
+
+        part: see `destination_part`.
+        """
+        W = self.W
+        if isinstance(v, Pair):
+            parts = [v.lo, v.hi]
+        else:
+            v = v.i()
+            parts = [v.trunc(32), (v >> 32).trunc(32)] if v.bits == 64 else [v]
+        places = [f.gep(p, 4 * W * k) for k in range(len(parts))]
+        if part:
+            old = f.load(p, 32, W)
+            parts = [self.insert_part(v.zext(32), old, part)]
+
+        def store_all() -> None:
+            for q, x in zip(places, parts, strict=True):
+                f.store(q, x)
+
+        def store_some() -> None:
+            mask = (write if write.lanes else write.bits_to_lanes(W)).sext(32)
+            for q, x in zip(places, parts, strict=True):
+                old = f.load(q, 32, W)
+                # not a select: from level 1 on, that and the store become a masked store, slow on some CPUs
+                f.store(q, old ^ ((old ^ x) & mask))
+
+        if write.lanes:
+            store_some()
+        else:
+            # most often every lane is active
+            f.when(write.cmp("eq", -1), store_all, store_some)
 
     @staticmethod
     def insert_part(x: Val, old: Val, part: str) -> Val:
@@ -248,15 +295,20 @@ class Vector(Lanes, Packed, Matrix):
         return new | (old & ~(ones << shift)) if part[-1] == "p" else new
 
     def dual(self, ins: Inst) -> None:
-        """Both halves read their sources before either writes: send the first result through a spare register."""
-        for h, dst in ((ins, self.temp), (ins.dual, None)):
+        """Both halves read their sources before either writes."""
+        first, second = self.op(ins.ops[0]), [self.op(o) for o in ins.dual.ops]
+        accumulates = "fmac" in ins.dual.mn or "acc" in ins.dual.mn
+        read_later = any(o.kind == "v" and o.idx == first.idx for o in second[0 if accumulates else 1 :])
+        # send the first result through a spare register if the second half reads what it overwrites
+        for h, dst in ((ins, self.temp if read_later else None), (ins.dual, None)):
             k = isa.canonical(h.mn)[2:]
             if k.startswith("bitop2"):
                 types, fn = "i<-ii", isa.bitop(int(h.mods["bitop3"], 0))
             else:
                 types, fn = isa.VALU[k]
             self.vector(h, k, types, fn, h.ops, dst_override=dst)
-        self.move(self.op(ins.ops[0]).idx, self.temp)
+        if read_later:
+            self.move(first.idx, self.temp)
 
     def move(self, dst: int, src: int) -> None:
         """Copy a vector register in the active lanes."""

@@ -71,6 +71,24 @@ class Lanes:
         write = [rows >> (l >> 4) & 1 and banks >> (l >> 2 & 3) & 1 for l in range(self.W)]
         return idx, ok, write, "bound_ctrl" in m
 
+    @staticmethod
+    def dpp_value(f: Fn, dpp: tuple, v: Val, ex: Val, exec_full: bool) -> tuple[Val, Val]:
+        """(first source after its move between lanes, lanes to write). exec_full: every lane is active."""
+        idx, ok, rows, zero = dpp
+        moved = v.shuffle(idx)
+        if exec_full:
+            live = f.flags(ok)
+            write = (
+                ex
+                if all(rows) and (zero or all(ok))
+                else f.flags([r and (zero or o) for r, o in zip(rows, ok, strict=True)])
+            )
+            return moved if all(ok) else live.pick(moved, v.const(0)), write
+        active = ex.bits_to_lanes(v.lanes)
+        live = f.flags(ok) & active.shuffle(idx)
+        write = active & f.flags(rows)
+        return live.pick(moved, v.const(0)), write if zero else write & live
+
     def lane_move(self, ins: Inst, k: str) -> None:
         f, ops = self.f, ins.ops
         if k == "readfirstlane_b32":
@@ -97,7 +115,7 @@ class Lanes:
         W = self.W
 
         def build(f: Fn, p: list) -> None:
-            a, b, ex = f.load(p[0], 32, W), f.load(p[1], 32, W), p[2].bits_to_lanes(W)
+            a, b, ex = f.load(p[0], 32, W), f.load(p[1], 32, W), p[2]
             self.write_vector(f, p[0], b, ex)
             self.write_vector(f, p[1], a, ex)
             f.emit("ret void")

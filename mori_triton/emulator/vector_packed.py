@@ -88,7 +88,7 @@ class Packed:
 
             a = [src(i, lo[i], neg_lo[i]) for i in range(n)]
             b = [src(i, hi[i], neg_hi[i]) for i in range(n)]
-            ex = p[-1].bits_to_lanes(W)
+            ex = p[-1]
             low, high = (a[0], b[1]) if fn is None else (fn(*a), fn(*b))
             if letter == "f":
                 self.write_vector(f, p[-2], low, ex)
@@ -138,7 +138,7 @@ class Packed:
                 r = r.intr("maximumnum", r.const(0.0)).intr("minimumnum", r.const(1.0))
             if half:
                 r = to_bf16(r) if letter == "b" else r.fconv(16)
-            self.write_vector(f, p[-2], r, p[-1].bits_to_lanes(W), part=half or "")
+            self.write_vector(f, p[-2], r, p[-1], part=half or "")
             f.emit("ret void")
 
         kinds = "".join(f"{o.kind[0]}{'n' * o.neg}{'a' * o.abs}" for o in srcs)

@@ -49,7 +49,8 @@ class Case:
 
     def __init__(self, arch: str, name: str, mnemonic: str, types: str, at: int) -> None:
         self.arch, self.name, self.mnemonic, self.at = arch, name, mnemonic, at
-        self.dtypes, self.stypes = types.split("<-")
+        # `w` is another way for a formula to see what `q` is
+        self.dtypes, self.stypes = types.replace("w", "q").split("<-")
         gfx12 = arch.startswith("gfx12")
         mask_size = 1 if gfx12 else 2
         ops, self.sources = [], []

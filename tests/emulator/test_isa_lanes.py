@@ -288,3 +288,19 @@ def test_dual_issue_reads_before_it_writes():
 def test_wave_ends():
     wave = Wave("gfx1201", ["v_mov_b32 v0, 1"])
     assert wave.run() == state.DONE
+
+
+@pytest.mark.parametrize("arch", ["gfx1201", "gfx942"])
+def test_permute_with_a_known_selector(arch):
+    """Constants get code of their own: runs of bytes as shifts, zeros, ones, and the copies of signs."""
+    rng = np.random.default_rng(12)
+    constants = [0x07060302, 0x05040100, 0x03020706, 0x0C0C0100, 0x0D0C0706, 0x00010203, 0x08090A0B, 0x0C0C0C0C]
+    constants += [int.from_bytes(rng.integers(0, 14, 4, dtype=np.uint8).tobytes(), "little") for _ in range(40)]
+    wave = Wave(arch, [f"v_perm_b32 v{2 + i}, v0, v1, {c:#x}" for i, c in enumerate(constants)])
+    fill(wave, rng)
+    wave.run()
+    for i, c in enumerate(constants):
+        for lane in range(wave.lanes):
+            env = {f"S{k}": Num(int(wave.v[k, lane]), 64, "B") for k in range(2)}
+            env |= {"S2": Num(c, 64, "B"), "D0": Num(0, 64, "B")}
+            assert int(wave.v[2 + i, lane]) == PCODE[arch].run("v_perm_b32", env)["D0"].bits, hex(c)

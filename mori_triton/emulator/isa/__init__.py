@@ -3,6 +3,7 @@
 Operand types, one letter each:
 
     i  32-bit integer        q  64-bit integer        h  16-bit integer (low or high half of a register)
+    w  64-bit integer as an `ir.Pair` of halves
     f  32-bit float          d  64-bit float          e  16-bit float (half)
     m  lane mask, one bit a lane (a formula sees one flag a lane)
     .  a scalar destination that is never read (the carry of a wide multiply-add)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mori_triton.emulator.ir import Val
+from mori_triton.emulator.ir import Pair, Val
 
 Formula = Callable[..., object]
 
@@ -60,17 +60,63 @@ def _mbcnt(base: int) -> Formula:
 
 
 def add_carry(a: Val, b: Val, c: Val | None = None) -> tuple[Val, Val]:
-    """(sum, carry out as i1)"""
-    x = a.zext(64) + b.zext(64)
-    x = x + c.zext(64) if c else x
-    return x.trunc(32), (x >> 32).trunc(1)
+    """(sum, carry out as i1); c: carry in, 0 or 1."""
+    x = a + b
+    carry = x.cmp("ult", a)
+    if c is None:
+        return x, carry
+    y = x + c.zext(32)
+    return y, carry | y.cmp("ult", x)
 
 
 def sub_borrow(a: Val, b: Val, c: Val | None = None) -> tuple[Val, Val]:
-    """(difference, borrow out as i1)"""
-    x = a.zext(64) - b.zext(64)
-    x = x - c.zext(64) if c else x
-    return x.trunc(32), (x >> 32).trunc(1)
+    """(difference, borrow out as i1); c: borrow in, 0 or 1."""
+    x, borrow = a - b, a.cmp("ult", b)
+    if c is None:
+        return x, borrow
+    y = x - c.zext(32)
+    return y, borrow | x.cmp("ult", y)
+
+
+def add_pair(a: Pair, b: Pair) -> Pair:
+    lo = a.lo + b.lo
+    return Pair(lo, a.hi + b.hi + lo.cmp("ult", a.lo).zext(32))
+
+
+def sub_pair(a: Pair, b: Pair) -> Pair:
+    return Pair(a.lo - b.lo, a.hi - b.hi - a.lo.cmp("ult", b.lo).zext(32))
+
+
+def _shift_left(n: Val, a: Pair) -> Pair:
+    """By n & 63."""
+    a, n = _same_lanes(a, n)
+    lo, hi, far = a.lo << (n & 31), a.hi.intr("fshl", a.lo, n & 31), (n & 32).cmp("ne", 0)
+    return Pair(far.pick(0, lo), far.pick(lo, hi))
+
+
+def _shift_right(signed: bool) -> Formula:
+    def f(n: Val, a: Pair) -> Pair:
+        a, n = _same_lanes(a, n)
+        near, far = a.hi.intr("fshr", a.lo, n & 31), (n & 32).cmp("ne", 0)
+        hi = a.hi.sar(n & 31) if signed else a.hi >> (n & 31)
+        return Pair(far.pick(hi, near), far.pick(a.hi.sar(31) if signed else 0, hi))
+
+    return f
+
+
+def _same_lanes(a: Pair, n: Val) -> tuple[Pair, Val]:
+    lanes = a.lo.lanes or n.lanes
+    return a.splat(lanes), n.splat(lanes)
+
+
+def _mad_wide(signed: bool) -> Formula:
+    """The 64-bit product of a and b, plus c."""
+
+    def f(a: Val, b: Val, c: Pair) -> Pair:
+        x = wide(a, b, signed)
+        return add_pair(Pair(x.trunc(32), (x >> 32).trunc(32)), c)
+
+    return f
 
 
 def _perm(a: Val, b: Val, sel: Val) -> Val:
@@ -92,8 +138,33 @@ def leading_signs(a: Val) -> Val:
     return x.cmp("eq", 0).pick(-1, x.intr("ctlz", 0))
 
 
-def _shift64(op: str) -> Formula:
-    return lambda a, b: getattr(b, op)((a & 63).zext(64))
+def perm_of(sel: int) -> Formula | None:
+    """`_perm` for a known selector, as few shifts and masks as there are runs of bytes; None if it copies signs."""
+    picks = [sel >> (8 * i) & 255 for i in range(4)]
+    if any(8 <= s <= 11 for s in picks):
+        return None
+
+    def f(a: Val, b: Val) -> Val:
+        # (source, how far its bytes move up) -> mask of the result bytes
+        groups: dict[tuple[int, int], int] = {}
+        ones = 0
+        for i, s in enumerate(picks):
+            if s < 8:
+                group = (s // 4, i - s % 4)
+                groups[group] = groups.get(group, 0) | 255 << (8 * i)
+            elif s > 12:
+                ones |= 255 << (8 * i)
+        r = None
+        for (which, up), mask in groups.items():
+            x = a if which else b
+            x = x << (8 * up) if up > 0 else x >> (-8 * up) if up < 0 else x
+            reached = (0xFFFFFFFF << 8 * up if up > 0 else 0xFFFFFFFF >> -8 * up) & 0xFFFFFFFF
+            x = x if mask == reached else x & mask
+            r = x if r is None else r | x
+        r = a.const(0) if r is None else r
+        return r | ones if ones else r
+
+    return f
 
 
 def _sext24(a: Val) -> Val:
@@ -116,7 +187,7 @@ def bitop(table: int) -> Formula:
 
 INTEGER: dict[str, tuple[str, Formula]] = {
     "mov_b32": ("i<-i", lambda a: a),
-    "mov_b64": ("q<-q", lambda a: a),
+    "mov_b64": ("w<-w", lambda a: a),
     "accvgpr_read_b32": ("i<-i", lambda a: a),
     "accvgpr_write_b32": ("i<-i", lambda a: a),
     "accvgpr_mov_b32": ("i<-i", lambda a: a),
@@ -127,8 +198,8 @@ INTEGER: dict[str, tuple[str, Formula]] = {
     "subrev_nc_u32": ("i<-ii", lambda a, b: b - a),
     "add_nc_i32": ("i<-ii", lambda a, b: a + b),
     "sub_nc_i32": ("i<-ii", lambda a, b: a - b),
-    "add_nc_u64": ("q<-qq", lambda a, b: a + b),
-    "sub_nc_u64": ("q<-qq", lambda a, b: a - b),
+    "add_nc_u64": ("w<-ww", add_pair),
+    "sub_nc_u64": ("w<-ww", sub_pair),
     "add_co_u32": ("im<-ii", add_carry),
     "sub_co_u32": ("im<-ii", sub_borrow),
     "subrev_co_u32": ("im<-ii", lambda a, b: sub_borrow(b, a)),
@@ -147,9 +218,10 @@ INTEGER: dict[str, tuple[str, Formula]] = {
     "mad_i32_i24": ("i<-iii", lambda a, b, c: _sext24(a) * _sext24(b) + c),
     "mad_u32": ("i<-iii", lambda a, b, c: a * b + c),
     "mul_u64": ("q<-qq", lambda a, b: a * b),
-    "mad_co_u64_u32": ("q.<-iiq", lambda a, b, c: wide(a, b, False) + c),
-    "mad_co_i64_i32": ("q.<-iiq", lambda a, b, c: wide(a, b, True) + c),
-    "mad_nc_u64_u32": ("q<-iiq", lambda a, b, c: wide(a, b, False) + c),
+    "mad_co_u64_u32": ("w.<-iiw", _mad_wide(False)),
+    "mad_co_i64_i32": ("w.<-iiw", _mad_wide(True)),
+    "mad_nc_u64_u32": ("w<-iiw", _mad_wide(False)),
+    "mad_nc_i64_i32": ("w<-iiw", _mad_wide(True)),
     # logic
     "not_b32": ("i<-i", lambda a: ~a),
     "and_b32": ("i<-ii", lambda a, b: a & b),
@@ -164,12 +236,12 @@ INTEGER: dict[str, tuple[str, Formula]] = {
     "lshlrev_b32": ("i<-ii", lambda a, b: b << (a & 31)),
     "lshrrev_b32": ("i<-ii", lambda a, b: b >> (a & 31)),
     "ashrrev_i32": ("i<-ii", lambda a, b: b.sar(a & 31)),
-    "lshlrev_b64": ("q<-iq", _shift64("__lshift__")),
-    "lshrrev_b64": ("q<-iq", _shift64("__rshift__")),
-    "ashrrev_i64": ("q<-iq", _shift64("sar")),
+    "lshlrev_b64": ("w<-iw", _shift_left),
+    "lshrrev_b64": ("w<-iw", _shift_right(False)),
+    "ashrrev_i64": ("w<-iw", _shift_right(True)),
     "lshl_or_b32": ("i<-iii", lambda a, b, c: (a << (b & 31)) | c),
     "lshl_add_u32": ("i<-iii", lambda a, b, c: (a << (b & 31)) + c),
-    "lshl_add_u64": ("q<-qiq", lambda a, b, c: (a << (b & 7).zext(64)) + c),
+    "lshl_add_u64": ("w<-wiw", lambda a, b, c: add_pair(_shift_left(b & 7, a), c)),
     "add_lshl_u32": ("i<-iii", lambda a, b, c: (a + b) << (c & 31)),
     "xad_u32": ("i<-iii", lambda a, b, c: (a ^ b) + c),
     # bit fields and bytes
