@@ -16,13 +16,15 @@ from mori_triton import abi, env
 from mori_triton.emulator import device as devices
 from mori_triton.emulator import scheduler
 from mori_triton.emulator.scheduler import Aborted
-from mori_triton.errors import ArgumentError, Deadlock, MoriError, StateError, require
+from mori_triton.errors import ArgumentError, Deadlock, MoriError, PeerTimeout, StateError, require
 from mori_triton.host import context, state
 from mori_triton.host.bootstrap.threads import ThreadGroup
 from mori_triton.host.drivers.cpu import CpuDriver
 
 # a wait in a kernel writes its own record first; then a kernel that spins on its own ends; then host collectives
-_GRACE_S = 2.0
+_GRACE_S, _COLLECTIVE_GRACE_S = 2.0, 10.0
+# how long the other PEs' waits may go on after the first has reached its limit
+_LAST_CALL_S = 0.5
 
 
 def local_world(
@@ -112,6 +114,7 @@ class _Run:
         self.states: list[state.PeState | None] = [None] * world.n
         self.failure: tuple[int, BaseException] | None = None
         self._lock = threading.Lock()
+        self._last_call: threading.Timer | None = None
         self._set_device, self._driver = driver.set_device, driver.driver()
         self.settings = dataclasses.replace(
             env.snapshot(),
@@ -141,6 +144,9 @@ class _Run:
                 self.coordinator.start()
             self._join(threads)
         finally:
+            if self._last_call is not None:
+                self._last_call.cancel()
+                self._last_call.join()
             devices.release(self.devices)
             self._driver.release()
         if self.failure is not None:
@@ -156,7 +162,7 @@ class _Run:
             self.executors: list[Any] = [
                 scheduler.Parallel(self.settings.wait_timeout_s + _GRACE_S) for _ in self.devices
             ]
-            self.group = ThreadGroup(world.n, timeout_s=self.settings.wait_timeout_s + 2 * _GRACE_S)
+            self.group = ThreadGroup(world.n, timeout_s=self.settings.wait_timeout_s + _COLLECTIVE_GRACE_S)
         else:
             self.coordinator = scheduler.Coordinator(world.n, world.seed, self._report, weak_memory=world.weak_memory)
             self.executors = list(self.coordinator.hosts)
@@ -258,12 +264,20 @@ class _Run:
                 # this PE was ended because of that one, and is merely the first to say so
                 error = self.coordinator.failure
             self.failure = pe, error
+        self.group.abort(error)
         if self.coordinator is not None:
             self.coordinator.fail(error)
+        elif isinstance(error, PeerTimeout):
+            # who waits in a circle reaches the limit at about the same time: let all of them write their records
+            self._last_call = threading.Timer(_LAST_CALL_S, self._stop)
+            self._last_call.start()
         else:
-            for executor in self.executors:
-                executor.abort()
-        self.group.abort(error)
+            self._stop()
+
+    def _stop(self) -> None:
+        """End the kernels of every PE."""
+        for executor in self.executors:
+            executor.abort()
 
     def _named(self, pe: int, error: BaseException) -> BaseException:
         """The error with the PE that raised it, and what other PEs' waits have recorded."""
