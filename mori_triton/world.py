@@ -113,6 +113,8 @@ class _Run:
         self.num_errors = [0] * world.n
         self.states: list[state.PeState | None] = [None] * world.n
         self.failure: tuple[int, BaseException] | None = None
+        # what other PEs' waits have said after that
+        self.later: list[tuple[int, PeerTimeout]] = []
         self._lock = threading.Lock()
         self._last_call: threading.Timer | None = None
         self._set_device, self._driver = driver.set_device, driver.driver()
@@ -259,6 +261,8 @@ class _Run:
         """The first failure ends the other PEs: their waits and collectives raise."""
         with self._lock:
             if self.failure is not None:
+                if isinstance(error, PeerTimeout):
+                    self.later.append((pe, error))
                 return
             if isinstance(error, Aborted) and self.coordinator is not None and self.coordinator.failure is not None:
                 # this PE was ended because of that one, and is merely the first to say so
@@ -286,6 +290,7 @@ class _Run:
         lines = [str(record) for other, records in enumerate(self.records) if other != pe for record in records]
         if isinstance(error, MoriError):
             notes += [line for line in lines if line not in str(error)]
+            notes += [f"PE {other}: {text}" for other, text in self.later if other != pe]
         if hasattr(error, "add_note"):
             for note in notes:
                 error.add_note(note)

@@ -108,9 +108,9 @@ bool end_round(Scheduler* s) {
     start_group(s, l);
     s->started_at = s->clock;
     s->idle_rounds = 0;
-  } else if (!waiting) {
+  } else if (s->round_busy) {
     s->idle_rounds = 0;
-  } else {
+  } else if (waiting) {
     if (s->idle_rounds++ < YIELDS) {
       sched_yield();
     } else {
