@@ -446,16 +446,24 @@ void mori_emu_weak_drain(WeakSystem* s) {
 
 // Forgets what was stored to [low, high); with a device, only where the memory was another device's before.
 void mori_emu_weak_forget(WeakSystem* s, u64 low, u64 high, u64 device) {
-  auto** table = reinterpret_cast<Page**>(s->table);
-  for (u64 i = 0; i <= s->table_mask; i++) {
-    if (!table[i] || table[i]->address >= high || table[i]->address + 4 * PAGE_WORDS <= low) continue;
+  auto forget = [&](Page* page) {
     for (u64 k = 0; k < PAGE_WORDS; k++) {
-      Word* word = table[i]->words + k;
-      u64 a = table[i]->address + 4 * k;
+      Word* word = page->words + k;
+      u64 a = page->address + 4 * k;
       if (word->count && a + 4 > low && a < high && word->home != device) clear(s, word);
+    }
+  };
+  constexpr u64 bytes = 4 * PAGE_WORDS;
+  if ((high - low) / bytes < s->num_pages) {
+    for (u64 a = low & ~(bytes - 1); a < high; a += bytes)
+      if (Page* page = page_of(s, a, false)) forget(page);
+  } else {
+    for (u64 i = 0; i < s->num_pages; i++) {
+      auto* page = reinterpret_cast<Page*>(s->arena_start + PAGE_STRIDE * i);
+      if (page->address < high && page->address + bytes > low) forget(page);
     }
   }
 }
 
-const u64 mori_emu_weak_layout[] = {sizeof(WeakSystem), __builtin_offsetof(WeakSystem, starved), sizeof(Race), sizeof(WeakLaunch), sizeof(Version), 8192, WAVE_MEMORY};
+const u64 mori_emu_weak_layout[] = {sizeof(WeakSystem), __builtin_offsetof(WeakSystem, starved), sizeof(Race), sizeof(WeakLaunch), sizeof(Version), PAGE_STRIDE, WAVE_MEMORY};
 }

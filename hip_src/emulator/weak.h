@@ -9,6 +9,7 @@
 #include "memory.h"
 
 constexpr u64 NEVER = ~0ull;
+constexpr u64 PAGE_STRIDE = 8192;  // bytes between pages
 constexpr u32 NONE = 0;  // no version
 constexpr int MAX_DEVICES = 64, MAX_WAVES = 32, MAX_VERSIONS = 8, MAX_RACES = 64, MAX_STARVED = 32, PAGE_WORDS = 256;
 
@@ -65,7 +66,7 @@ struct WeakSystem {
   u64 now;  // counts events
   u64 rng;
   u64 pool, pool_size, pool_used, pool_free;  // versions; free ones are linked through `older`
-  u64 arena, arena_end;                       // pages and groups
+  u64 arena_start, arena, arena_end;          // pages from the start, groups from the end
   u64 table, table_mask, num_pages;           // open-addressing hash of Page*
   u64 groups, free_groups, num_groups;        // active and free WeakGroup lists, next unique number
   u64 launches;                               // in flight
@@ -162,7 +163,7 @@ void free_version(WeakSystem* s, u32 i) {
 
 u64 word_address(const Word* word) {
   // pages are aligned to their size's next power of two: see page_of
-  auto* page = reinterpret_cast<const Page*>(reinterpret_cast<u64>(word) & ~8191ull);
+  auto* page = reinterpret_cast<const Page*>(reinterpret_cast<u64>(word) & ~(PAGE_STRIDE - 1));
   return page->address + 4 * static_cast<u64>(word - page->words);
 }
 
@@ -281,16 +282,16 @@ Page* page_of(WeakSystem* s, u64 a, bool make) {
   u64 h = (base * 0x9E3779B97F4A7C15ull >> 20) & s->table_mask;
   while (table[h] && table[h]->address != base) h = (h + 1) & s->table_mask;
   if (!table[h]) {
-    if (!make || s->arena + 8192 > s->arena_end || 2 * s->num_pages > s->table_mask) return nullptr;
+    if (!make || s->arena + PAGE_STRIDE > s->arena_end || 2 * s->num_pages > s->table_mask) return nullptr;
     table[h] = reinterpret_cast<Page*>(s->arena);  // zero, like the whole arena
-    s->arena += 8192;
+    s->arena += PAGE_STRIDE;
     s->num_pages++;
     table[h]->address = base;
   }
   s->last_page = reinterpret_cast<u64>(table[h]);
   return table[h];
 }
-static_assert(sizeof(Page) <= 8192);
+static_assert(sizeof(Page) <= PAGE_STRIDE);
 
 u8 home_of(WeakLaunch* l, u64 a) {
   auto* table = reinterpret_cast<const u64*>(l->homes);

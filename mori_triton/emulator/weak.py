@@ -50,7 +50,7 @@ class _System(ctypes.Structure):
     """`WeakSystem` of weak.h."""
 
     _fields_ = [
-        *_words("now rng pool pool_size pool_used pool_free arena arena_end table table_mask num_pages groups"),
+        *_words("now rng pool pool_size pool_used pool_free arena_start arena arena_end table table_mask num_pages groups"),
         *_words("free_groups num_groups launches pending floors_at num_devices num_races lost_races last_page"),
         *(
             (name, ctypes.c_uint64 * MAX_DEVICES)
@@ -100,6 +100,7 @@ class WeakMemory:
             rng=mixed,
             pool=self._pool.ctypes.data,
             pool_size=len(self._pool) // _VERSION_BYTES,
+            arena_start=start,
             arena=start,
             arena_end=start + arena_bytes // 2 // _PAGE_BYTES * _PAGE_BYTES,
             table=self._table.ctypes.data,

@@ -508,3 +508,48 @@ def test_atomics_of_workgroup_scope_do_not_count_for_others():
             tickets = sorted(out) == list(range(8))
             assert tickets == (edit is None), seed
             assert bool(run.weak.races()) == (edit is not None), seed
+
+
+@triton.jit
+def _ring_step(mine, theirs, my_flags, next_flags, previous_flags, out, rounds, N: tl.constexpr):
+    """Pass rows around a ring: put into the next PE's memory, signal it, wait for my own row, read it, say so.
+
+    flags of a PE: [0] counts rows that have arrived, [1] rows that its successor has read.
+    """
+    offs = tl.arange(0, N)
+    for i in range(rounds):
+        while tl.atomic_add(my_flags + 1, 0, sem="acquire", scope="sys") < i:
+            pass
+        tl.debug_barrier()
+        tl.store(theirs + offs, tl.load(out + offs) + 1)
+        tl.debug_barrier()
+        tl.atomic_add(next_flags, 1, sem="release", scope="sys")
+        while tl.atomic_add(my_flags, 0, sem="acquire", scope="sys") <= i:
+            pass
+        tl.debug_barrier()
+        tl.store(out + offs, tl.load(mine + offs))
+        tl.debug_barrier()
+        tl.atomic_add(previous_flags + 1, 1, sem="release", scope="sys")
+
+
+@pytest.mark.parametrize("arch", ["gfx1201", "gfx942"])
+def test_memory_used_again_and_again(arch):
+    """Many rounds over the same words: old stores must be forgotten, and no reuse may look like a race."""
+    num, rounds = 3, 25
+    for seed in range(6):
+        run = Litmus(seed, num_devices=num, arch=arch)
+        rows = [run.buffer(pe, N, name=f"row {pe}") for pe in range(num)]
+        flags = [run.buffer(pe, 4) for pe in range(num)]
+        outs = [run.buffer(pe, N) for pe in range(num)]
+        for pe in range(num):
+            outs[pe][:] = 1000 * pe
+        for pe in range(num):
+            after, before = (pe + 1) % num, (pe - 1) % num
+            args = (rows[pe], rows[after], flags[pe], flags[after], flags[before], outs[pe], rounds)
+            run.submit(pe, _ring_step, args, ("*i32",) * 6 + ("i32",), N=N)
+        run.run(limit=200_000_000)
+        run.weak.raise_races()
+        for pe in range(num):
+            assert (outs[pe] == 1000 * ((pe - rounds) % num) + rounds).all(), seed
+        # no word keeps more than a few of its stores
+        assert run.weak._system.pool_used < 20_000
