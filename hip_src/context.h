@@ -108,6 +108,9 @@ using Ctx = const MORI_CONSTANT Context *;
 
 MORI_INLINE Ctx context_at(u64 address) { return reinterpret_cast<Ctx>(address); }
 
+// what release_*() want: the context is read by every operation
+MORI_INLINE u64 warm(Ctx ctx) { return reinterpret_cast<u64>(ctx); }
+
 // Append a record; dropped, but counted, when the log is full.
 MORI_BODY void report_by_one(Ctx ctx, u32 kind, i32 peer, i32 tag, u64 address, u64 expected, u64 seen, u32 compare) {
   u64 log = ctx->errors;
@@ -123,7 +126,7 @@ MORI_BODY void report_by_one(Ctx ctx, u32 kind, i32 peer, i32 tag, u64 address, 
   record->expected = expected;
   record->seen = seen;
   record->compare = compare;
-  release_to_system();
+  release_to_system(warm(ctx));
 }
 
 }  // namespace mori

@@ -61,12 +61,22 @@ MORI_INLINE void program_barrier() {
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
 }
 
+// A release is a cache write-back and a wait for it. The LLVM of Triton 3.6 drops that wait on gfx942 and gfx950 where it believes
+// that nothing is in flight, since it does not count the write-back itself. A load that starts before the fence and is used after
+// it makes every version keep the wait. `warm`: 4 bytes of device memory that are likely cached.
+#define MORI_RELEASE(scope, warm)                                                                           \
+  do {                                                                                                      \
+    u32 in_flight = __scoped_atomic_load_n(global<u32>(warm), __ATOMIC_RELAXED, __MEMORY_SCOPE_WVFRNT);     \
+    __builtin_amdgcn_fence(__ATOMIC_RELEASE, scope);                                                        \
+    asm volatile("" ::"v"(in_flight) : "memory");                                                           \
+  } while (false)
+
 // A barrier neither drains another wave's stores nor cleans its first-level cache. So before the program meets for a release every
 // thread releases to the device, and after it has met for an acquire every thread acquires.
-MORI_INLINE void release_before_barrier() { __builtin_amdgcn_fence(__ATOMIC_RELEASE, "agent"); }
+MORI_INLINE void release_before_barrier(u64 warm) { MORI_RELEASE("agent", warm); }
 MORI_INLINE void acquire_after_barrier_device() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "agent"); }
 MORI_INLINE void acquire_after_barrier() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, ""); }
-MORI_INLINE void release_to_system() { __builtin_amdgcn_fence(__ATOMIC_RELEASE, ""); }
+MORI_INLINE void release_to_system(u64 warm) { MORI_RELEASE("", warm); }
 MORI_INLINE void acquire_from_system() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, ""); }
 
 // ticks of 10 ns, the same on every device of a host
@@ -138,10 +148,10 @@ MORI_INLINE u32 wave_size() { return 32; }
 // drop the scope of an atomic
 MORI_INLINE void program_barrier() { asm volatile("bar.sync 0;" ::: "memory"); }
 // A CTA barrier orders memory between its threads, and the elected thread's fences and acquires are cumulative: nothing to do here.
-MORI_INLINE void release_before_barrier() {}
+MORI_INLINE void release_before_barrier(u64) {}
 MORI_INLINE void acquire_after_barrier_device() {}
 MORI_INLINE void acquire_after_barrier() {}
-MORI_INLINE void release_to_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+MORI_INLINE void release_to_system(u64) { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 MORI_INLINE void acquire_from_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // nanoseconds

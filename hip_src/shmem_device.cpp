@@ -61,8 +61,8 @@ MORI_EXPORT i32 CTX(my_pe)(u64 ctx) { return context_at(ctx)->pe; }
 MORI_EXPORT i32 CTX(n_pes)(u64 ctx) { return context_at(ctx)->n_pes; }
 MORI_EXPORT u64 CTX(ptr)(u64 ctx, u64 address, i32 pe) { return translate(context_at(ctx), address, 1, pe); }
 
-MORI_EXPORT i32 CTX(fence)(u64) { return fence(); }
-MORI_EXPORT i32 CTX(quiet)(u64) { return fence(); }
+MORI_EXPORT i32 CTX(fence)(u64 ctx) { return fence(context_at(ctx)); }
+MORI_EXPORT i32 CTX(quiet)(u64 ctx) { return fence(context_at(ctx)); }
 MORI_EXPORT i32 CTX(acquire)(u64) { return acquire(); }
 MORI_EXPORT i32 CTX(barrier_all)(u64 ctx) { return barrier_all(context_at(ctx)); }
 
@@ -87,7 +87,9 @@ CTX_WAIT(le, kLe)
 MORI_EXPORT i64 CTX(wait_all_ge)(u64 ctx, u64 address, i32 num, i64 value, i32 tag) {
   return wait_all_ge(context_at(ctx), address, num, value, tag);
 }
-MORI_EXPORT i32 CTX(arrive_last)(u64, u64 counter, i32 count) { return arrive_last(counter, count); }
+MORI_EXPORT i32 CTX(arrive_last)(u64 ctx, u64 counter, i32 count) {
+  return arrive_last(context_at(ctx), counter, count);
+}
 
 #define CTX_COPY(name, scope)                                                                               \
   MORI_EXPORT i32 CTX(put_##name)(u64 ctx, u64 dst, u64 src, u64 num_bytes, i32 pe) {                       \
@@ -130,12 +132,12 @@ MORI_EXPORT i32 MORI(n_pes)() { return module_context()->n_pes; }
 MORI_EXPORT u64 MORI(ptr)(u64 address, i32 pe) { return translate(module_context(), address, 1, pe); }
 MORI_EXPORT u64 MORI(ptr_p2p)(u64 address, i32, i32 pe) { return translate(module_context(), address, 1, pe); }
 
-MORI_EXPORT i32 MORI(quiet_thread)() { return fence(); }
-MORI_EXPORT i32 MORI(quiet_thread_pe)(i32) { return fence(); }
-MORI_EXPORT i32 MORI(quiet_thread_pe_qp)(i32, i32) { return fence(); }
-MORI_EXPORT i32 MORI(fence_thread)() { return fence(); }
-MORI_EXPORT i32 MORI(fence_thread_pe)(i32) { return fence(); }
-MORI_EXPORT i32 MORI(fence_thread_pe_qp)(i32, i32) { return fence(); }
+MORI_EXPORT i32 MORI(quiet_thread)() { return fence(module_context()); }
+MORI_EXPORT i32 MORI(quiet_thread_pe)(i32) { return fence(module_context()); }
+MORI_EXPORT i32 MORI(quiet_thread_pe_qp)(i32, i32) { return fence(module_context()); }
+MORI_EXPORT i32 MORI(fence_thread)() { return fence(module_context()); }
+MORI_EXPORT i32 MORI(fence_thread_pe)(i32) { return fence(module_context()); }
+MORI_EXPORT i32 MORI(fence_thread_pe_qp)(i32, i32) { return fence(module_context()); }
 MORI_EXPORT i32 MORI(barrier_all_thread)() { return barrier_all(module_context()); }
 MORI_EXPORT i32 MORI(barrier_all_block)() { return barrier_all(module_context()); }
 

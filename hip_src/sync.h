@@ -14,14 +14,14 @@
 namespace mori {
 
 // Half of a release: the caller's elected thread goes on with release_to_system().
-MORI_INLINE void gather_stores() {
-  release_before_barrier();
+MORI_INLINE void gather_stores(Ctx ctx) {
+  release_before_barrier(warm(ctx));
   program_barrier();
 }
 
-MORI_BODY i32 fence() {
-  gather_stores();
-  if (is_elected()) release_to_system();
+MORI_BODY i32 fence(Ctx ctx) {
+  gather_stores(ctx);
+  if (is_elected()) release_to_system(warm(ctx));
   // a later store by another thread must not pass the elected thread's release
   program_barrier();
   return 0;
@@ -32,8 +32,8 @@ MORI_INLINE i32 acquire() {
   return 0;
 }
 
-MORI_INLINE void signal_by_one(u64 there, u64 value, bool add) {
-  release_to_system();
+MORI_INLINE void signal_by_one(Ctx ctx, u64 there, u64 value, bool add) {
+  release_to_system(warm(ctx));
   if (add)
     add_system<u64>(there, value);
   else
@@ -44,8 +44,8 @@ MORI_INLINE void signal_by_one(u64 there, u64 value, bool add) {
 MORI_BODY i32 signal(Ctx ctx, u64 address, u64 value, bool add, i32 pe) {
   u64 there = translate_or_report(ctx, address, 8, 8, pe);
   if (there == 0) return -1;
-  gather_stores();
-  if (is_elected()) signal_by_one(there, value, add);
+  gather_stores(ctx);
+  if (is_elected()) signal_by_one(ctx, there, value, add);
   return 0;
 }
 
@@ -56,8 +56,8 @@ MORI_BODY i32 put_signal(Ctx ctx, Scope scope, u64 dst, u64 src, u64 num_bytes, 
   u64 there = num_bytes == 0 ? 1 : translate_or_report(ctx, dst, num_bytes, 1, pe);
   if (signal_there == 0 || there == 0) return -1;
   if (num_bytes != 0) copy(scope, there, src, num_bytes);
-  gather_stores();
-  if (is_elected()) signal_by_one(signal_there, value, add);
+  gather_stores(ctx);
+  if (is_elected()) signal_by_one(ctx, signal_there, value, add);
   return 0;
 }
 
@@ -146,9 +146,9 @@ MORI_BODY i64 wait_all_ge(Ctx ctx, u64 address, i32 num, i64 value, i32 tag) {
 
 // The program that calls it last of `count` gets 1 and sees what all of them stored before; the others get 0 and go on. `counter`
 // is a 32-bit word of this device, 0 before the first call and after the last, so the next launch can use it again.
-MORI_BODY i32 arrive_last(u64 counter, i32 count) {
+MORI_BODY i32 arrive_last(Ctx ctx, u64 counter, i32 count) {
   i32 last = 0;
-  gather_stores();
+  gather_stores(ctx);
   if (is_elected()) {
     last = arrive_device(counter) == (u32)count - 1;
     if (last) store_system<u32>(counter, 0);
@@ -164,7 +164,7 @@ MORI_BODY i32 arrive_last(u64 counter, i32 count) {
 // 0, or -1 after a time-out (recorded with tag kTagBarrierAll and the PE that was not heard of).
 MORI_BODY i32 barrier_all(Ctx ctx) {
   i32 status = 0;
-  gather_stores();
+  gather_stores(ctx);
   if (is_elected()) {
     u64 sync = ctx->sync;
     u32 n = ctx->n_pes, me = ctx->pe;
@@ -183,7 +183,7 @@ MORI_BODY i32 barrier_all(Ctx ctx) {
           status = -1;
           break;
         }
-        signal_by_one(there, epoch, false);
+        signal_by_one(ctx, there, epoch, false);
         if (poll_by_one<u64>(ctx, word, kGe, epoch, (i32)from, kTagBarrierAll) < epoch) {
           status = -1;
           break;

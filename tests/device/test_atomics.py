@@ -87,7 +87,7 @@ def test_m8_nonfetch_happens_once_a_program(arch: str, num_warps: int) -> None:
 
 @pytest.mark.parametrize(("arch", "num_warps"), [("gfx1201", 4), ("gfx942", 4), ("gfx950", 1), ("gfx1250", 4)])
 def test_broadcast_and_tritons_own_lds_do_not_overlap(arch: str, num_warps: int) -> None:
-    n = 512
+    n = 256
     pes = Pes(1, arch)
     with pes.current(0) as ctx:
         x = torch.randint(-1000, 1000, (n,), generator=torch.Generator().manual_seed(1), dtype=torch.int32)

@@ -181,7 +181,7 @@ GROUPS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "lds": (
         kernels.mixed_lds_kernel,
         {"ctx": "*i64", "x": "*i32", "out": "*i32", "counter": "*i32"},
-        {"N": 512},
+        {"N": 256},
     ),
     "mori": (mori_kernels.plain_kernel, {"out": "*i64", "addr": "i64", "pe": "i32", "which": "i32"}, {}),
 }
