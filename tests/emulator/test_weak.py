@@ -306,6 +306,17 @@ def test_host_writes_replace_what_kernels_stored():
         assert (out == 7).all()
 
 
+def test_stores_on_their_way_do_not_undo_a_host_write():
+    run = Litmus(1)
+    data = run.buffer(1, N)
+    run.submit(0, _fill, (data,), ("*i32",), N=N)
+    run.run()
+    assert (data == 0).all(), "nothing arrives by itself with odd seeds"
+    data[:] = 7
+    run.weak.drain()
+    assert (data == 7).all()
+
+
 @triton.jit
 def _store_and_reload(data, out, N: tl.constexpr):
     """Each workgroup overwrites its words again and again and must always find its latest value."""
