@@ -136,7 +136,7 @@ _WEAKER = {
 
 
 def source_mutants(module: ModuleType) -> list[SourceMutant]:
-    """Every weakening of a `tl.atomic_*` call in a kernel module. An atomic says its order and scope, or is refused here."""
+    """Every weakening of a `tl.atomic_*` call in a kernel module. One that leaves order or scope unsaid is refused."""
     found = []
     for function in ast.parse(inspect.getsource(module)).body:
         if not isinstance(function, ast.FunctionDef):

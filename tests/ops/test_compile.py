@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
-import pkgutil
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton
 from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
 
 import mori_triton
 from mori_triton.device import probe
@@ -119,11 +119,10 @@ def specimens(monkeypatch: pytest.MonkeyPatch) -> dict[str, Specimen]:
 def package_kernels() -> set[str]:
     """Every function of the package that is launched: `@triton.jit`, and by our naming, `*_kernel`."""
     found = set()
-    for module in pkgutil.walk_packages(mori_triton.__path__, "mori_triton."):
-        if not module.name.rsplit(".", 1)[-1].startswith("_"):
-            for value in vars(importlib.import_module(module.name)).values():
-                if isinstance(value, JITFunction) and value.__module__.startswith("mori_triton"):
-                    found.add(value.__name__)
+    for path in Path(mori_triton.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
+                found.add(node.name)
     return {name for name in found if name.endswith("_kernel")}
 
 

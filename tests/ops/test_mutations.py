@@ -1,7 +1,7 @@
 """The protocol with one release, acquire or scope weakened fails in weak-memory mode; as it is, it does not.
 
-A mutant whose code is the same as the original's on a GPU says nothing there, and is tried on another one: gfx1201's first cache
-writes through, so some device-scope fences are nothing but a wait that a barrier has too.
+A mutant whose code is the same as the original's on a GPU says nothing there, and is tried on another one: gfx1201's
+first cache writes through, so some device-scope fences are nothing but a wait that a barrier has too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import triton.language as tl
 
 from mori_triton import bitcode, local_world, ops
 from mori_triton.device import launch as launch_module
+from mori_triton.device import shmem
 from mori_triton.errors import Deadlock, KernelFault, PeerTimeout
+from mori_triton.host import state as host_state
 from mori_triton.ops import combine as combine_module
 from mori_triton.ops import dispatch as dispatch_module
 from mori_triton.ops.kernels import combine as combine_kernels
@@ -48,6 +50,64 @@ def expert_kernel(rows_ptr, total_ptr, out_ptr, factor, H: tl.constexpr, BLOCK: 
         tl.store(out_ptr + row * H + offs, value * factor, mask=offs < H)
 
 
+# The library promises more than the protocol leans on: its last arriver never reads what the others wrote, and its
+# signals follow stores that arriving has already released. These kernels take the promises at their word.
+
+
+@triton.jit
+def grid_sum_kernel(ctx, parts_ptr, arrivals_ptr, out_ptr, first, BLOCK: tl.constexpr):
+    """Every program writes a row, the last one adds them up."""
+    offs = tl.arange(0, BLOCK)
+    tl.store(parts_ptr + tl.program_id(0) * BLOCK + offs, first + tl.program_id(0) + offs)
+    if shmem.arrive_last(ctx, arrivals_ptr, tl.num_programs(0)) != 0:
+        total = tl.zeros([BLOCK], tl.int32)
+        for row in range(tl.num_programs(0)):
+            total += tl.load(parts_ptr + row * BLOCK + offs)
+        tl.store(out_ptr + offs, total)
+
+
+@triton.jit
+def push_kernel(ctx, values_ptr, staging_ptr, signals_ptr, epoch, pe, BLOCK: tl.constexpr):
+    """One program writes a row to a peer and signals."""
+    offs = tl.arange(0, BLOCK)
+    me = shmem.my_pe(ctx)
+    tl.store(shmem.remote_ptr(ctx, staging_ptr, pe) + me * BLOCK + offs, tl.load(values_ptr + offs))
+    shmem.signal_set(ctx, signals_ptr + me, epoch, pe)
+
+
+@triton.jit
+def pull_kernel(ctx, staging_ptr, signals_ptr, out_ptr, epoch, BLOCK: tl.constexpr):
+    """One program waits for all PEs and reads what they wrote."""
+    offs = tl.arange(0, BLOCK)
+    if shmem.wait_all_ge(ctx, signals_ptr, shmem.n_pes(ctx), epoch) >= epoch:
+        for pe in range(shmem.n_pes(ctx)):
+            tl.store(out_ptr + pe * BLOCK + offs, tl.load(staging_ptr + pe * BLOCK + offs))
+
+
+def promises(pe: int, launch: Callable[..., Any]) -> None:
+    """A grid that sums, and rows sent round; AssertionError when anything is not what it should be."""
+    heap, width = host_state.current().heap, 256
+    ctx, ints = heap.ctx, {"dtype": torch.int32}
+    staging, signals = heap.tensor((ROUNDS, 2, width), torch.int32), heap.tensor((2,), torch.int64)
+    signals.zero_()
+    staging.fill_(-1)
+    host_state.current().bootstrap.barrier("cleared")
+    parts, arrivals, total = (
+        torch.full((4, width), -1, **ints),
+        torch.zeros(1, **ints),
+        torch.full((width,), -1, **ints),
+    )
+    columns = torch.arange(width, **ints)
+    for index in range(ROUNDS):
+        launch(grid_sum_kernel, (4,), ctx, parts, arrivals, total, 10 * index, BLOCK=width, num_warps=2)
+        assert torch.equal(total, 4 * columns + 40 * index + 6), "grid sum"
+        values, got = columns + 1000 * (pe + 2 * index), torch.full((2, width), -1, **ints)
+        for peer in range(2):
+            launch(push_kernel, (1,), ctx, values, staging[index], signals, index + 1, peer, BLOCK=width, num_warps=2)
+        launch(pull_kernel, (1,), ctx, staging[index], signals, got, index + 1, BLOCK=width, num_warps=2)
+        assert torch.equal(got, torch.stack([columns + 1000 * (p + 2 * index) for p in range(2)])), "rows sent round"
+
+
 def inputs(pe: int, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Every token goes to both PEs in one round and to the other PE in the next."""
     n, k = CASE.max_tokens, CASE.top_k
@@ -61,8 +121,8 @@ def factor(pe: int) -> float:
     return 1.5 + pe
 
 
-def program(pe: int, launch: Callable[..., Any]) -> None:
-    """Some rounds; AssertionError when anything is not what numpy says."""
+def rounds(pe: int, launch: Callable[..., Any]) -> None:
+    """Some rounds of dispatch and combine; AssertionError when anything is not what numpy says."""
     op = start(CASE, pe)
     for index in range(ROUNDS):
         tokens, ids, weights = inputs(pe, index)
@@ -80,6 +140,11 @@ def program(pe: int, launch: Callable[..., Any]) -> None:
         assert result.numpy().tobytes() == want.tobytes(), "tokens"
         assert result_weights is not None
         assert result_weights.numpy().tobytes() == want_weights.tobytes(), "weights"
+
+
+def program(pe: int, launch: Callable[..., Any]) -> None:
+    rounds(pe, launch)
+    promises(pe, launch)
 
 
 class Bench:

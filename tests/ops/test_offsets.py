@@ -1,0 +1,81 @@
+"""f5: rows are addressed with 64-bit offsets, shown by a probe that needs no large memory."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from mori_triton import emulator, local_world
+from mori_triton.device.launch import cross_compile, launch
+from mori_triton.ops.kernels import combine, dispatch, local_expert_count
+from mori_triton.ops.kernels.rows import row_offset
+
+pytestmark = pytest.mark.cpu
+
+ROWS = (0, 1, 65536, 7_864_319, 2**31 - 1)
+SIZES = (1, 319, 7168, 2**20)
+
+
+@triton.jit(do_not_specialize=["row", "row_size"])
+def probe_kernel(out_ptr, row, row_size):
+    """The offset that a kernel would add to a pointer."""
+    tl.store(out_ptr, row_offset(row, row_size))
+
+
+@triton.jit(do_not_specialize=["row", "row_size"])
+def narrow_kernel(out_ptr, row, row_size):
+    """What a product of 32-bit numbers would give."""
+    tl.store(out_ptr, row * row_size)
+
+
+def offsets(pe: int) -> list[tuple[int, int]]:
+    found = []
+    for row in ROWS:
+        for size in SIZES:
+            out = torch.full((1,), -1, dtype=torch.int64)
+            launch(probe_kernel, (1,), out, row, size, num_warps=1)
+            found.append((int(out), row * size))
+    wrong = torch.zeros(1, dtype=torch.int64)
+    launch(narrow_kernel, (1,), wrong, 7_864_320, 319, num_warps=1)
+    assert int(wrong) == -1_786_249_216, "the probe tells a narrow product from a wide one"
+    return found
+
+
+def test_offsets_past_two_to_the_31() -> None:
+    assert emulator is not None
+    for got, want in local_world(1, heap_size="1M").run(offsets)[0]:
+        assert got == want
+
+
+def test_the_product_is_64_bits_wide() -> None:
+    built = cross_compile(probe_kernel, {"out_ptr": "*i64", "row": "i32", "row_size": "i32"}, arch="gfx1201")
+    products = re.findall(r"arith\.muli .* : (\w+)", built.asm["ttir"])
+    assert products == ["i64"]
+
+
+def test_f2_no_kernel_multiplies_for_an_address_by_itself() -> None:
+    """Products in the kernels are `row_offset`, or small by their meaning: these, and no other."""
+    small = {
+        "tl.program_id(0) * BLOCK_T",  # token
+        "num_pes * num_experts_per_rank",  # < 2^31 by the config
+        "pe * capacity",  # < 2^31 by the config
+        "row_units * UNIT",  # words of a row
+        "scale_units * SCALE_UNIT",
+        "num_tokens * num_pieces",  # pieces of this PE's tokens
+        "total * num_pieces",
+        "piece * BLOCK",  # within a row
+        "item % num_pieces * BLOCK",
+        "me * max_tokens",  # < 2^31 by the config
+    }
+    found = set()
+    for module in (dispatch, combine, local_expert_count):
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+                found.add(ast.unparse(node))
+    assert found <= small, found - small
