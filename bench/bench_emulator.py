@@ -1,8 +1,8 @@
 """How fast the emulated device runs on one core: `python bench/bench_emulator.py [--arch gfx1201] [--seconds 1]`.
 
 Every launch's result is checked in the same run against numpy: exactly, the reduction within bfloat16's precision. An
-instruction is one instruction of one wave (32 or 64 lanes); time is CPU time of the one thread that runs the launch. Bytes
-are what must be read and written, each once.
+instruction is one instruction of one wave (32 or 64 lanes); time is CPU time of the one thread that runs the launch.
+Bytes are what must be read and written, each once.
 """
 
 from __future__ import annotations
