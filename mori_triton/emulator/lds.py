@@ -7,12 +7,13 @@ import re
 from mori_triton.emulator.accesses import LOADS, LOCAL, STORES, operation
 from mori_triton.emulator.asm import Inst
 from mori_triton.emulator.ir import Fn, Val
+from mori_triton.emulator.lift_base import LiftBase
 
 _ACCESS = re.compile(r"(load|store)_(2addr_(?:stride64_)?)?([ubi]\d+)(_d16_hi|_d16)?$")
 _ATOMIC = re.compile(r"(\w+?)(_rtn)?_((?:num_)?[uibf](?:32|64))$")
 
 
-class Lds:
+class Lds(LiftBase):
     """Part of the lifter: emits LDS instructions."""
 
     def ds(self, ins: Inst, base: str) -> None:
@@ -27,7 +28,9 @@ class Lds:
             self.lds_atomic(ins, k)
 
     def lds_access(self, ins: Inst, k: str) -> None:
-        kind, two, ty, d16 = _ACCESS.match(k).groups()
+        match = _ACCESS.match(k)
+        assert match
+        kind, two, ty, d16 = match.groups()
         ops, m, n = [self.op(o) for o in ins.ops], ins.mods, int(ty[1:]) // 8
         if d16:
             sign = "b16" if n == 2 else ty

@@ -10,6 +10,7 @@ moves the data. What differs between instructions of one data type is packed int
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from mori_triton.emulator.accesses import (
     ADDRESS,
@@ -41,11 +42,14 @@ from mori_triton.emulator.state import Operand
 class Memory(Lds):
     """Part of the lifter: emits the call of a memory function."""
 
-    def extern(self, name: str, ret: str, *args: tuple[str, str]) -> Val | None:
+    def extern(self, name: str, ret: str, *args: tuple[str, str]) -> Any:
         """Call a C++ function; args: (IR type, text)."""
         self.f.declare(f"declare {ret} @{name}({', '.join(t for t, _ in args)})")
         text = f"call {ret} @{name}({', '.join(f'{t} {v}' for t, v in args)})"
-        return self.f.emit(text) if ret == "void" else self.f.ins(text, int(ret[1:]))
+        if ret == "void":
+            self.f.emit(text)
+            return None
+        return self.f.ins(text, int(ret[1:]))
 
     def guarded(self, ok: Val) -> None:
         """Leave the kernel with a fault unless `ok`."""
@@ -93,7 +97,9 @@ class Memory(Lds):
 
     def memory(self, ins: Inst, base: str) -> None:
         """global, flat, raw-buffer and scratch loads, stores and atomics."""
-        space, kind, ty = re.match(r"(\w+?)_(load|store|atomic)_(.*)", base).groups()
+        match = re.match(r"(\w+?)_(load|store|atomic)_(.*)", base)
+        assert match
+        space, kind, ty = match.groups()
         ops, m = [self.op(o) for o in ins.ops], ins.mods
         ty = RESPELT.get(ty, ty)
         if "lds" in m or ty.startswith(("lds", "tr", "async")) or "async" in ins.mn:
@@ -120,12 +126,13 @@ class Memory(Lds):
             return
         out = ops.pop(0) if returns else None
         address = ops.pop(0)
-        data = ops.pop(0) if kind != "load" else out
+        data = out if out and kind == "load" else ops.pop(0)
         scalar = ops.pop(0) if ops else self.op("off")
         if ops:
             raise KeyError("operand count")
         if "scale_offset" in m:
             how |= 8
+        where: dict[str, Any]
         if space == "scratch":
             wave = self.f.ins("ptrtoint ptr %w to i64", 64)
             how |= SCRATCH_OFFSET if address.kind == "v" else SCRATCH

@@ -7,7 +7,8 @@ import re
 from mori_triton.emulator import isa
 from mori_triton.emulator.asm import Inst
 from mori_triton.emulator.ir import Fn, Val
-from mori_triton.emulator.state import CLOCK, EXEC, SCC, Operand
+from mori_triton.emulator.lift_base import LiftBase
+from mori_triton.emulator.state import CLOCK, EXEC, SCC
 
 
 def _signed16(text: str) -> int:
@@ -16,7 +17,7 @@ def _signed16(text: str) -> int:
     return x - 65536 if x >= 32768 else x
 
 
-class Scalar:
+class Scalar(LiftBase):
     """Part of the lifter: emits a scalar instruction in place."""
 
     def s(self, ins: Inst, base: str) -> None:
@@ -74,17 +75,6 @@ class Scalar:
         if scc is not None:
             self.set_scc(scc)
 
-    def typed(self, o: Operand, t: str) -> Val:
-        """A scalar operand as a value of a type letter."""
-        v = self.sread(o, {"q": 64, "d": 64, "e": 16}.get(t, 32), t)
-        if t in "fde":
-            v = v.f()
-            v = v.intr("fabs") if o.abs else v
-            return -v if o.neg else v
-        if o.abs or o.neg:
-            raise KeyError("modifier on an integer operand")
-        return v
-
     def s_compare(self, k: str, ops: list[str]) -> None:
         kind, op, ty = k.split("_")
         types, fn = isa.compare(f"{op}_{ty}")
@@ -108,7 +98,7 @@ class Scalar:
         """Load n bytes from a scalar address into consecutive scalar registers."""
         dst, off = self.op(ins.ops[0]), self.op(ins.ops[2])
         scale = n if "scale_offset" in ins.mods else 1
-        index = self.sread(off).zext(64) if off.kind == "s" else self.f.int(off.value, 64)
+        index = self.sread(off).zext(64) if off.kind == "s" else self.f.int(off.bits(64), 64)
         a = self.sread(self.op(ins.ops[1]), 64) + index * scale
         a = (a + int(ins.mods.get("offset", "0"), 0)) & ~3
         self.scalar_load(dst.idx, a, n)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mori_triton.emulator import asm, isa
 from mori_triton.emulator.asm import Inst
@@ -46,7 +46,7 @@ class Vector(Lanes, Packed, Matrix):
     def v(self, ins: Inst, base: str) -> None:
         k, ops = base[2:], ins.ops
         if ins.dual:
-            self.dual(ins)
+            self.dual(ins, ins.dual)
         elif k.startswith("cmp"):
             types, fn = isa.compare(k)
             to_exec = k.startswith("cmpx")
@@ -113,7 +113,7 @@ class Vector(Lanes, Packed, Matrix):
         dpp = self.dpp_lanes(ins) if ins.mn.endswith("dpp") else None
         key.append(f"d{dtypes}{part}{'_'.join(f'{m}{mods[m]}' for m in _RESULT_MODIFIERS if m in mods)}")
         if dpp:
-            key.append("dpp_" + "_".join(f"{k}{v if v is not True else ''}" for k, v in mods.items()))
+            key.append("dpp_" + "_".join(f"{k}{v}" for k, v in mods.items()))
 
         def body(f: Fn, params: list, exec_full: bool = False) -> None:
             write = ex = params[-1]
@@ -165,8 +165,9 @@ class Vector(Lanes, Packed, Matrix):
         selector = self.op(ops[3])
         if selector.kind == "imm":
             known = selector.bits(32)
-            if perm_of(known):
-                return self.vector(ins, f"perm_{known:x}", "i<-ii", perm_of(known), ops[:3])
+            special = perm_of(known)
+            if special:
+                return self.vector(ins, f"perm_{known:x}", "i<-ii", special, ops[:3])
         return self.vector(ins, "perm_b32", types, fn, ops)
 
     def sources(self, types: str, dst: Operand, texts: list[str]) -> list[Operand]:
@@ -181,7 +182,7 @@ class Vector(Lanes, Packed, Matrix):
             raise KeyError("operand count")
         return srcs
 
-    def load_source(self, f: Fn, p: str | Val, source: Source) -> Val | Pair:
+    def load_source(self, f: Fn, p: Any, source: Source) -> Any:
         """A source inside a helper: `p` points to vector registers or is a scalar's value."""
         (t, o, half, sel), W = source, self.W
         if t == "w" and (o.abs or o.neg or o.sext or sel != "DWORD"):
@@ -225,7 +226,7 @@ class Vector(Lanes, Packed, Matrix):
         v = v << (32 - bits - int(n) * bits)
         return v.sar(32 - bits) if signed else v >> (32 - bits)
 
-    def modify_result(self, name: str, mods: dict, vals: list[Val], r: Val | Pair) -> Val | Pair:
+    def modify_result(self, name: str, mods: dict, vals: list, r: Any) -> Any:
         """Output modifiers: times 2, 4 or 1/2, then clamp."""
         if isinstance(r, Pair):
             if any(m in mods for m in _RESULT_MODIFIERS):
@@ -247,60 +248,13 @@ class Vector(Lanes, Packed, Matrix):
             return r.intr("maximumnum", r.const(0.0)).intr("minimumnum", r.const(1.0))
         raise KeyError("clamp")
 
-    def write_vector(self, f: Fn, p: str, v: Val | Pair, write: Val, *, part: str = "") -> None:
-        """Store v into the register(s) at p, in the lanes that `write` flags (lane flags, or the exec register's bits).
-
-        part: see `destination_part`.
-        """
-        W = self.W
-        if isinstance(v, Pair):
-            parts = [v.lo, v.hi]
-        else:
-            v = v.i()
-            parts = [v.trunc(32), (v >> 32).trunc(32)] if v.bits == 64 else [v]
-        places = [f.gep(p, 4 * W * k) for k in range(len(parts))]
-        if part:
-            old = f.load(p, 32, W)
-            parts = [self.insert_part(v.zext(32), old, part)]
-
-        def store_all() -> None:
-            for q, x in zip(places, parts, strict=True):
-                f.store(q, x)
-
-        def store_some() -> None:
-            mask = (write if write.lanes else write.bits_to_lanes(W)).sext(32)
-            for q, x in zip(places, parts, strict=True):
-                old = f.load(q, 32, W)
-                # not a select: from level 1 on, that and the store become a masked store, slow on some CPUs
-                f.store(q, old ^ ((old ^ x) & mask))
-
-        if write.lanes:
-            store_some()
-        else:
-            # most often every lane is active
-            f.when(write.cmp("eq", -1), store_all, store_some)
-
-    @staticmethod
-    def insert_part(x: Val, old: Val, part: str) -> Val:
-        if part == "l":
-            return (old & 0xFFFF0000) | (x & 0xFFFF)
-        if part == "h":
-            return (old & 0xFFFF) | (x << 16)
-        if part == "z":
-            return x & 0xFFFF
-        kind, n = part[:-1].split("_")
-        bits = 16 if kind == "WORD" else 8
-        shift, ones = int(n) * bits, (1 << bits) - 1
-        new = (x & ones) << shift
-        return new | (old & ~(ones << shift)) if part[-1] == "p" else new
-
-    def dual(self, ins: Inst) -> None:
+    def dual(self, ins: Inst, other: Inst) -> None:
         """Both halves read their sources before either writes."""
-        first, second = self.op(ins.ops[0]), [self.op(o) for o in ins.dual.ops]
-        accumulates = "fmac" in ins.dual.mn or "acc" in ins.dual.mn
+        first, second = self.op(ins.ops[0]), [self.op(o) for o in other.ops]
+        accumulates = "fmac" in other.mn or "acc" in other.mn
         read_later = any(o.kind == "v" and o.idx == first.idx for o in second[0 if accumulates else 1 :])
         # send the first result through a spare register if the second half reads what it overwrites
-        for h, dst in ((ins, self.temp if read_later else None), (ins.dual, None)):
+        for h, dst in ((ins, self.temp if read_later else None), (other, None)):
             k = isa.canonical(h.mn)[2:]
             if k.startswith("bitop2"):
                 types, fn = "i<-ii", isa.bitop(int(h.mods["bitop3"], 0))

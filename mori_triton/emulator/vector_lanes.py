@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mori_triton.emulator.asm import Inst
 from mori_triton.emulator.ir import Fn, Val
+from mori_triton.emulator.lift_base import LiftBase
 
 _DPP_CONTROL = (
     "quad_perm",
@@ -38,7 +39,7 @@ def _dpp_source(control: str, n: int, quad: list[int], lane: int, warp_size: int
     return table[control]()
 
 
-class Lanes:
+class Lanes(LiftBase):
     """Part of the lifter."""
 
     LANE_MOVES = frozenset(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from mori_triton.emulator.ir import Fn, Val
+from mori_triton.emulator.lift_base import LiftBase
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ MATRIX = {
 }
 
 
-class Matrix:
+class Matrix(LiftBase):
     """Part of the lifter."""
 
     def matrix(self, ops: list[str], k: str) -> None:
@@ -63,7 +65,7 @@ class Matrix:
             for r in range(m.regs):
                 acc = f.load(f.gep(p[3], 4 * W * r), 32, W).f() if c.kind == "v" else p[3].f().splat(W)
                 for i in range(m.k):
-                    acc = element(p[1], i, lambda l, r=r: m.row(r, l)).intr("fma", cols[i], acc)
+                    acc = element(p[1], i, functools.partial(m.row, r)).intr("fma", cols[i], acc)
                 sums.append(acc)
             # the destination may overlap a source
             for r, x in enumerate(sums):

@@ -8,6 +8,7 @@ from mori_triton.emulator.isa import VALU
 from mori_triton.emulator.isa.convert import to_bf16
 from mori_triton.emulator.isa.floating import fma, fma_odd, fmax, fmin, to_odd
 from mori_triton.emulator.isa.integer import Formula
+from mori_triton.emulator.lift_base import LiftBase
 from mori_triton.emulator.state import Operand
 
 # mnemonic -> (type of a half, formula). f: two registers, one fp32 each; e, h, b: 16-bit halves of one register, fp16,
@@ -62,7 +63,7 @@ def _half_bits(v: Val, letter: str) -> Val:
     return to_bf16(v) if letter == "b" else v.i()
 
 
-class Packed:
+class Packed(LiftBase):
     """Part of the lifter."""
 
     def packed(self, ins: Inst, ops: list[str], k: str) -> None:

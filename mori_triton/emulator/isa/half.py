@@ -46,12 +46,8 @@ def _pack(a: Val, b: Val) -> Val:
 
 def _saturate_bytes(a: Val) -> Val:
     """Both signed halves to unsigned bytes."""
-    r = None
-    for shift in (0, 16):
-        x = (a >> shift).trunc(16)
-        x = x.cmp("slt", 0).pick(0, x.cmp("sgt", 255).pick(255, x))
-        r = x if r is None else r | (x << 8)
-    return r
+    low, high = (x.cmp("slt", 0).pick(0, x.cmp("sgt", 255).pick(255, x)) for x in (a.trunc(16), (a >> 16).trunc(16)))
+    return low | (high << 8)
 
 
 HALF: dict[str, tuple[str, Formula]] = {

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from mori_triton.emulator.ir import Pair, Val
 
-Formula = Callable[..., object]
+# takes the sources as values, returns the result: Val, Pair or a tuple of them
+Formula = Callable[..., Any]
 
 
 def bfe(a: Val, offset: Val, width: Val, signed: bool) -> Val:
@@ -121,14 +123,14 @@ def _mad_wide(signed: bool) -> Formula:
 
 def _perm(a: Val, b: Val, sel: Val) -> Val:
     """Each result byte is one of 8 source bytes (b holds bytes 0..3), 0, 255, or 8 copies of a sign."""
-    r = None
+    r = a.const(0)
     for i in range(4):
         s = (sel >> (8 * i)) & 255
         byte = (two_words(a, b) >> ((s & 7) * 8).zext(64)).trunc(32) & 255
         # selectors 8..11: the sign of bytes 1, 3, 5, 7
         sign = ((two_words(a, b) >> ((s & 3) * 16 + 15).zext(64)).trunc(32) & 1) * 255
         byte = s.cmp("ult", 8).pick(byte, s.cmp("ult", 12).pick(sign, s.cmp("eq", 12).pick(0, s.const(255))))
-        r = byte << (8 * i) if r is None else r | (byte << (8 * i))
+        r = r | (byte << (8 * i))
     return r
 
 

@@ -243,7 +243,7 @@ for _t, _n in (("f", "f32"), ("e", "f16")):
             f"{_t}<-{_t}",
             _plain(lambda a, name=_intrinsic: a.fconv(32).intr(name).fconv(a.bits)),
         )
-for _n in (1, 2, 3, 4):
-    SALU[f"lshl{_n}_add_u32"] = ("i<-ii", _shl_add(_n))
+for _shift in (1, 2, 3, 4):
+    SALU[f"lshl{_shift}_add_u32"] = ("i<-ii", _shl_add(_shift))
 for _n, _f in BOOL.items():
     SALU[f"{_n}_b32"], SALU[f"{_n}_b64"] = ("i<-ii", _setnz(_f)), ("q<-qq", _setnz(_f))
