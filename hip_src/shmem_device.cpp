@@ -73,6 +73,10 @@ MORI_EXPORT i32 CTX(signal_add)(u64 ctx, u64 address, u64 value, i32 pe) {
   return signal(context_at(ctx), address, value, true, pe);
 }
 
+MORI_EXPORT i32 CTX(signal_set_all)(u64 ctx, u64 address, u64 value) {
+  return signal_set_all(context_at(ctx), address, value);
+}
+
 #define CTX_WAIT(name, compare)                                                               \
   MORI_EXPORT i64 CTX(wait_##name)(u64 ctx, u64 address, i64 value, i32 peer, i32 tag) {      \
     return wait<i64>(context_at(ctx), address, compare, value, peer, tag);                    \

@@ -49,6 +49,28 @@ MORI_BODY i32 signal(Ctx ctx, u64 address, u64 value, bool add, i32 pe) {
   return 0;
 }
 
+// signal() with SET to every PE, mine included, after one release: the threads that store are those that release, one PE each, so
+// it costs one write-back for each wave's worth of PEs. -1 for an address outside the heap; a PE that cannot be reached gets a
+// record and no signal.
+MORI_BODY i32 signal_set_all(Ctx ctx, u64 address, u64 value) {
+  u32 n = ctx->n_pes, me = thread_index();
+  if (translate_or_report(ctx, address, 8, 8, ctx->pe) == 0) return -1;
+  gather_stores(ctx);
+  if (me < n) {
+    u32 stride = num_threads();
+    release_to_system(warm(ctx));
+#pragma clang loop unroll(disable)
+    for (u32 pe = me; pe < n; pe += stride) {
+      u64 there = translate(ctx, address, 8, (i32)pe);
+      if (there != 0)
+        store_system<u64>(there, value);
+      else
+        report_by_one(ctx, kRefused, (i32)pe, 0, address, 8, 0, 0);
+    }
+  }
+  return 0;
+}
+
 // Zero bytes still signal. If data or signal is refused, neither is sent.
 MORI_BODY i32 put_signal(Ctx ctx, Scope scope, u64 dst, u64 src, u64 num_bytes, u64 address, u64 value, i32 op, i32 pe) {
   bool add = op == kSignalAdd || op == kAdd, known = add || op == kSignalSet || op == kSet;
@@ -151,7 +173,8 @@ MORI_BODY i32 arrive_last(Ctx ctx, u64 counter, i32 count) {
   gather_stores(ctx);
   if (is_elected()) {
     last = arrive_device(counter) == (u32)count - 1;
-    if (last) store_system<u32>(counter, 0);
+    // read again by the next launch only
+    if (last) *global<u32>(counter) = 0;
   }
   last = broadcast(last);
   acquire_after_barrier_device();

@@ -130,6 +130,7 @@ def _ctx_functions() -> dict[str, Function]:
         add(name, "")
     for name in ("signal_set", "signal_add"):
         add(name, "uint64 uint64 int32")
+    add("signal_set_all", "uint64 uint64")
     for compare in ("eq", "ne", "gt", "ge", "lt", "le"):
         add(f"wait_{compare}", "uint64 int64 int32 int32", "int64")
     add("wait_all_ge", "uint64 int32 int64 int32", "int64")

@@ -9,7 +9,7 @@ operation for each element a thread happens to hold, so it is refused at compile
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton.language as tl
 from triton.language import core
@@ -46,6 +46,11 @@ def _cast(key: str, i: int, value: Any, dtype: Any, semantic: Any) -> Any:
     if dtype.is_int() and not (value.dtype.is_int() or value.dtype.is_ptr()):
         raise ValueError(f"{key}: argument {i}: want an integer or a pointer, got {value.dtype}")
     return core.cast(value, dtype, _semantic=semantic)
+
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Callable[..., Any]: ...
 
 
 for _key, _function in abi.FUNCTIONS.items():

@@ -75,6 +75,14 @@ def signal_add(ctx, sig_ptr, value, pe):
 
 
 @triton.jit
+def signal_set_all(ctx, sig_ptr, value):
+    """Release once, then set the 64-bit word of every PE (mine too) to `value`. 0, or -1 if the word is not in the
+    heap; a PE that cannot be reached gets a record in the error log and no signal.
+    """
+    return externs.ctx_signal_set_all(ctx, sig_ptr, value)
+
+
+@triton.jit
 def wait_eq(ctx, sig_ptr, value, peer=-1, tag=0):
     """Wait until my 64-bit word == `value`, acquire; the value seen (int64). `peer` and `tag` only name the wait in a
     report.

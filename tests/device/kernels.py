@@ -139,6 +139,8 @@ def signal_kernel(ctx, out, sig, value, pe, which):
         result = shmem.wait_le(ctx, sig, value, pe, 16)
     elif which == 8:
         result = shmem.wait_all_ge(ctx, sig, pe, value, 17)
+    elif which == 9:
+        result = shmem.signal_set_all(ctx, sig, value).to(tl.int64)
     tl.store(out + tl.arange(0, 64), result)
 
 
