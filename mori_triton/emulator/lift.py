@@ -33,7 +33,7 @@ from mori_triton.emulator.state import (
 )
 from mori_triton.emulator.vector import Vector
 
-_BRANCH = re.compile(r"s_(c?branch\w*|setpc_b64|swappc_b64|endpgm\w*|barrier|barrier_wait|sleep)$")
+_BRANCH = re.compile(r"s_(c?branch\w*|setpc_b64|swappc_b64|endpgm\w*|barrier|barrier_wait|sleep|sleep_var|trap)$")
 _MEMORY = re.compile(r"(global|flat|buffer|scratch)_(load|store|atomic)_")
 
 
@@ -131,9 +131,17 @@ class Lifter(Vector, Scalar, Memory):
         if k.startswith("endpgm"):
             self.wave_end()
             f.emit("br label %finished")
-        elif k in ("barrier", "barrier_wait", "sleep"):
+        elif k in ("barrier", "barrier_wait"):
+            self.require_workgroup_barrier(ins)
             f.store(f.gep("%w", PC), f.int(nxt))
-            f.emit(f"br label %{'sleeping' if k == 'sleep' else 'barrier'}")
+            f.emit("br label %barrier")
+        elif k.startswith("sleep"):
+            f.store(f.gep("%w", PC), f.int(nxt))
+            f.emit("br label %sleeping")
+        elif k == "trap":
+            f.store(f.gep("%w", FAULT), f.int(8))
+            f.store(f.gep("%w", FAULT_PC), f.int(self.pos))
+            f.emit("br label %faulted")
         elif k in ("setpc_b64", "swappc_b64"):
             target = self.sread(self.op(ins.ops[-1]), 64)
             if k == "swappc_b64":

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from mori_triton.emulator import isa
-from mori_triton.emulator.asm import Program
+from mori_triton.emulator.asm import Inst, Program
 from mori_triton.emulator.ir import Fn, Module, Pair, Val
-from mori_triton.emulator.state import CODE_BASE, DATA, EXEC, SCC, VREGS, Operand
+from mori_triton.emulator.state import CODE_BASE, DATA, EXEC, SCC, VREGS, Operand, unsupported
 
 _SYMBOL = re.compile(r"([\w.$]+)@(rel32|gotpcrel32|rel64|gotpcrel|abs32)(?:@(lo|hi))?(?:([+-]\d+))?$")
 Build = Callable[[Fn, list], None]
@@ -43,6 +43,11 @@ class LiftBase:
         self.f.W = self.W
         # index of the instruction being lifted
         self.pos = 0
+        for key, usual in (("float_round_mode_", "0"), ("float_denorm_mode_", "3")):
+            for width in ("32", "16_64"):
+                if prog.directives.get(key + width, usual) != usual:
+                    text = f".amdhsa_{key}{width} {prog.directives[key + width]}"
+                    raise unsupported(Inst(0, f".amdhsa_{key}{width}", [], {}, text), "rounding or denormal mode")
 
     def op(self, text: str) -> Operand:
         return Operand(text, self.areg_base)

@@ -8,13 +8,20 @@ from mori_triton.emulator import isa
 from mori_triton.emulator.asm import Inst
 from mori_triton.emulator.ir import Fn, Val
 from mori_triton.emulator.lift_base import LiftBase
-from mori_triton.emulator.state import CLOCK, EXEC, SCC
+from mori_triton.emulator.state import CLOCK, EXEC, SCC, WAVE_ID
 
 
 def _signed16(text: str) -> int:
     """A 16-bit literal's value, written with or without its sign."""
     x = int(text, 0) & 0xFFFF
     return x - 65536 if x >= 32768 else x
+
+
+def _hwreg(text: str) -> tuple[str, int, int]:
+    """`hwreg(HW_REG_WAVE_MODE, 2, 2)` -> (name without prefixes, first bit, number of bits)."""
+    name, *field = [x.strip() for x in text.removeprefix("hwreg(").removesuffix(")").split(",")]
+    offset, size = (int(x, 0) for x in field) if field else (0, 32)
+    return name.removeprefix("HW_REG_").removeprefix("WAVE_"), offset, size
 
 
 class Scalar(LiftBase):
@@ -43,8 +50,14 @@ class Scalar(LiftBase):
         elif k == "getpc_b64":
             # addresses of symbols are absolute here: see Lifter.symbol
             self.swrite(self.op(ins.ops[0]), self.f.int(0, 64))
-        elif k == "getreg_b32" and "IB_STS2" in ins.text:
-            self.swrite(self.op(ins.ops[0]), self.f.int(0))
+        elif k == "getreg_b32":
+            self.swrite(self.op(ins.ops[0]), self.hardware_register(ins.ops[1]))
+        elif k.startswith("setreg_"):
+            self.set_mode(ins)
+        elif k in ("denorm_mode", "round_mode"):
+            self.require_mode(4 if k[0] == "d" else 0, 4, ins.ops[0])
+        elif k == "barrier_signal":
+            self.require_workgroup_barrier(ins)
         elif k in isa.SALU:
             self.s_alu(k, ins.ops)
         else:
@@ -102,6 +115,35 @@ class Scalar(LiftBase):
         a = self.sread(self.op(ins.ops[1]), 64) + index * scale
         a = (a + int(ins.mods.get("offset", "0"), 0)) & ~3
         self.scalar_load(dst.idx, a, n)
+
+    def hardware_register(self, text: str) -> Val:
+        """A field of a hardware register: the ids of the wave's place on the chip, as far as it has one here."""
+        name, offset, size = _hwreg(text)
+        if name in ("XCC_ID", "IB_STS2"):
+            return self.f.int(0)
+        if name in ("HW_ID", "HW_ID1", "HW_ID2"):
+            number = self.f.load(self.f.gep("%w", WAVE_ID), 32)
+            return (number >> offset) & ((1 << size) - 1)
+        raise KeyError(f"hardware register {name}")
+
+    def set_mode(self, ins: Inst) -> None:
+        """Refuse to write mode bits that decide rounding or denormals, unless they are the usual ones."""
+        name, offset, size = _hwreg(ins.ops[0])
+        if name == "MODE" and offset < 8:
+            self.require_mode(offset, size, ins.ops[1])
+        elif name not in ("MODE", "SCHED_MODE"):
+            raise KeyError(f"hardware register {name}")
+
+    def require_mode(self, offset: int, size: int, text: str) -> None:
+        """Bits of the mode register: 0-3 round to nearest even, 4-7 keep denormals."""
+        usual = (0xF0 >> offset) & ((1 << size) - 1)
+        if not re.match(r"(0x)?[0-9a-f]+$", text) or int(text, 0) != usual:
+            raise KeyError("rounding or denormal mode")
+
+    def require_workgroup_barrier(self, ins: Inst) -> None:
+        """Named, cluster and trap barriers are not known. A signal does nothing, the wait is the whole barrier."""
+        if ins.ops and int(ins.ops[0], 0) not in (-1, 0xFFFF):
+            raise KeyError("barrier")
 
     def clock(self) -> Val:
         """100 MHz counter: the machine's virtual clock, or the host's monotonic clock when none is set."""

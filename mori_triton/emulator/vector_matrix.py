@@ -1,10 +1,13 @@
-"""Matrix products of bf16, accumulated in fp32 one k after the other (the hardware's order is not documented)."""
+"""Matrix products of bf16 and fp16, accumulated in fp32 one k after the other.
+
+The order and the rounding within hardware's products are not documented.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mori_triton.emulator.ir import Fn, Val
 from mori_triton.emulator.lift_base import LiftBase
@@ -22,6 +25,7 @@ class _Shape:
     per_lane: int
     row: Callable[[int, int], int]
     regs: int
+    fp16: bool = False
 
 
 def _mfma(n: int, per_lane: int) -> _Shape:
@@ -42,6 +46,7 @@ MATRIX = {
     "mfma_f32_16x16x32_bf16": _mfma(16, 8),
     "wmma_f32_16x16x16_bf16": _Shape(16, 16, 8, lambda r, lane: r + 8 * (lane // 16), 8),
 }
+MATRIX |= {name.replace("bf16", "f16"): replace(shape, fp16=True) for name, shape in MATRIX.items()}
 
 
 class Matrix(LiftBase):
@@ -57,7 +62,10 @@ class Matrix(LiftBase):
                 """Element i of the row or column index(lane)."""
                 e = i % m.per_lane
                 reg = f.load(f.gep(src, 4 * W * (e // 2)), 32, W)
-                x = (reg & 0xFFFF0000 if e % 2 else reg << 16).f()
+                if m.fp16:
+                    x = (reg >> (16 * (e % 2))).trunc(16).f().fconv(32)
+                else:
+                    x = (reg & 0xFFFF0000 if e % 2 else reg << 16).f()
                 return x.shuffle([index(l) + m.n * (i // m.per_lane) for l in range(W)])
 
             cols = [element(p[2], i, lambda l: l % m.n) for i in range(m.k)]

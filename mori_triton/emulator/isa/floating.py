@@ -224,6 +224,8 @@ FLOATING: dict[str, tuple[str, Formula]] = {
     "sub_f32": ("f<-ff", lambda a, b: a - b),
     "fmaak_f32": ("f<-fff", fma),
     "fmamk_f32": ("f<-fff", fma),
+    "fmaak_f64": ("d<-ddd", fma),
+    "fmamk_f64": ("d<-ddd", fma),
     "mul_dx9_zero_f32": ("f<-ff", lambda a, b: _dx9_zero(a, b).pick(0.0, a * b)),
     "fma_dx9_zero_f32": ("f<-fff", lambda a, b, c: _dx9_zero(a, b).pick(c, fma(a, b, c))),
     "rcp_iflag_f32": ("f<-f", lambda a: 1.0 / a),

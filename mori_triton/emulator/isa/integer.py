@@ -271,5 +271,8 @@ for _name, _type in (("i32", "i"), ("u32", "i"), ("i64", "q"), ("u64", "q")):
         INTEGER[f"min3_{_name}"] = ("i<-iii", three_int(_lt))
         INTEGER[f"max3_{_name}"] = ("i<-iii", three_int(_gt))
         INTEGER[f"med3_{_name}"] = ("i<-iii", med3_int(_lt, _gt))
+        for _which, _pred in (("min", _lt), ("max", _gt)):
+            # gfx1250
+            INTEGER[f"add_{_which}_{_name}"] = ("i<-iii", lambda a, b, c, pred=_pred: minmax(pred)(a + b, c))
         INTEGER[f"maxmin_{_name}"] = ("i<-iii", lambda a, b, c, lt=_lt, gt=_gt: minmax(lt)(minmax(gt)(a, b), c))
         INTEGER[f"minmax_{_name}"] = ("i<-iii", lambda a, b, c, lt=_lt, gt=_gt: minmax(gt)(minmax(lt)(a, b), c))

@@ -105,10 +105,10 @@ def canonical(mn: str) -> str:
     return _RENAME.get(mn, mn)
 
 
-# no effect on values here: hints, waits (accesses complete in order), cache maintenance, mode register
+# no effect on values here: hints, waits (accesses complete in order), cache maintenance, freeing registers
 NOP = re.compile(
-    r"s_(nop|delay_alu|clause|wait\w*|code_end|setprio|setreg\w*|set_inst_prefetch\w*|barrier_signal|inst_prefetch"
-    r"|ttracedata\w*|sendmsg|icache_inv|dcache\w*|prefetch\w*|set_vgpr_msb)$|v_nop$"
+    r"s_(nop|delay_alu|clause|wait\w*|code_end|setprio|set_inst_prefetch\w*|inst_prefetch"
+    r"|ttracedata\w*|sendmsg|icache_inv|dcache\w*|prefetch\w*)$|v_nop$"
     r"|global_(inv|wb|wbinv|prefetch\w*)$|buffer_(inv|wbl2|gl\d_inv)$"
 )
 
