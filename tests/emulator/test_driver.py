@@ -1,4 +1,4 @@
-"""The Triton driver of the emulated device: activation, hooks, errors, the object cache, and Triton's oldest supported version."""
+"""The Triton driver of the emulated device: activation, hooks, errors, the object cache, the oldest supported Triton."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mori_triton import emulator
+from mori_triton import emulator, local_world
 from mori_triton.emulator import device as devices
 from mori_triton.emulator import jit, module
 from mori_triton.errors import ArgumentError, KernelFault, StateError, UnsupportedInstruction
@@ -35,6 +35,13 @@ def run_vadd(n=300):
     x, y, out = torch.randn(n), torch.randn(n), torch.full((n,), float("nan"))
     kernels.vadd[(triton.cdiv(n, 256),)](x, y, out, n, BLOCK=256)
     assert torch.equal(out, x + y)
+
+
+def scan():
+    """A kernel that no other test runs with these numbers."""
+    x, out = torch.arange(64).int(), torch.zeros(66, dtype=torch.int32)
+    kernels.scan_sum_max[(1,)](x, out, N=64, num_warps=2)
+    assert torch.equal(out[:64], x.cumsum(0).int())
 
 
 def python(code, **environment):
@@ -168,20 +175,22 @@ def test_many_threads_may_compile_and_launch_at_once(gfx1201):
     assert not errors
 
 
-def test_the_interpreter_is_refused():
-    done = python("from mori_triton import emulator; emulator.activate()", TRITON_INTERPRET="1")
-    assert "StateError: TRITON_INTERPRET=1" in done.stderr
-    assert "local_world(device='cpu')" in done.stderr
+def test_the_interpreter_is_refused(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for start in (emulator.activate, lambda: local_world(2).run(print)):
+        with pytest.raises(StateError, match=r"TRITON_INTERPRET=1: .*local_world\(device='cpu'\)"):
+            start()
 
 
-def test_binaries_without_text_are_refused(tmp_path):
-    code = (
-        "import torch\nfrom mori_triton import emulator\nfrom tests.emulator import kernels\nemulator.activate()\n"
-        "kernels.grid_ids[(1,)](torch.zeros(1, dtype=torch.int32))"
-    )
-    done = python(code, TRITON_STORE_BINARY_ONLY="1", TRITON_CACHE_DIR=str(tmp_path))
-    assert "StateError: the assembly text of grid_ids was not stored" in done.stderr
-    assert "unset TRITON_STORE_BINARY_ONLY" in done.stderr
+def test_binaries_without_text_are_refused(gfx1201, tmp_path, monkeypatch):
+    @triton.jit
+    def textless(out):
+        tl.store(out, 1)
+
+    monkeypatch.setenv("TRITON_STORE_BINARY_ONLY", "1")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with pytest.raises(StateError, match=r"text of textless was not stored.*unset TRITON_STORE_BINARY_ONLY"):
+        textless[(1,)](torch.zeros(1, dtype=torch.int32))
 
 
 # --------------------------------------------------------------------------------------------------- bad arguments
@@ -281,12 +290,11 @@ def test_objects_are_kept_and_never_stale(cache, monkeypatch):
     assert cache(text) == 1
     assert cache(text) == 0
     assert cache(TEXT.format(number=1, instruction="s_nop 0")) == 1
-    for name, value in (("OPT_LEVEL", 1), ("_lifter", lambda: "other sources")):
+    changes = {"KERNEL_LEVEL": 1, "_lifter": lambda: "other sources", "_host": lambda: "another CPU"}
+    for name, value in changes.items():
         with monkeypatch.context() as patch:
-            jit._host.cache_clear()
             patch.setattr(jit, name, value)
             assert cache(text) == 1
-    jit._host.cache_clear()
     assert cache(text) == 0
 
 
@@ -311,25 +319,28 @@ def test_an_unknown_instruction_is_named_with_its_line():
         module.load_code(TEXT.format(number=4, instruction="v_frobnicate_b32 v0, v1"))
 
 
-def test_processes_share_the_object_cache(tmp_path):
-    code = (
-        "import torch\nfrom mori_triton import emulator\nfrom mori_triton.emulator import module\n"
-        "from tests.emulator import kernels\nemulator.activate()\nlifted = []\noriginal = module._lift\n"
-        "module._lift = lambda *args: lifted.append(1) or original(*args)\n"
-        "x, out = torch.arange(256).int(), torch.zeros(258, dtype=torch.int32)\n"
-        "kernels.scan_sum_max[(1,)](x, out, N=256, num_warps=2)\nassert torch.equal(out[:256], x.cumsum(0).int())\n"
-        "import sys; sys.stdout.write(str(len(lifted)))"
-    )
+def test_processes_share_the_object_cache(gfx1201, tmp_path, monkeypatch):
     # the emulator's own functions are not what this is about
     for name in ("emulator_memory.bc", "emulator_scheduler.bc"):
-        key = jit._digest(jit.bitcode_path(name).read_bytes())
+        key = jit._digest(jit.bitcode_path(name).read_bytes(), str(jit.OWN_LEVEL))
         (tmp_path / "objects" / key[:2]).mkdir(parents=True)
         kept = jit.env.cache_dir() / "objects" / key[:2] / f"{key}.o"
         if kept.exists():
             shutil.copy(kept, tmp_path / "objects" / key[:2])
-    environment = {"MORI_TRITON_CACHE_DIR": str(tmp_path)}
-    runs = [python(code, **environment) for _ in range(2)]
-    assert [run.stdout for run in runs] == ["1", "0"], runs[0].stderr + runs[1].stderr
+    code = (
+        "from mori_triton import emulator; from tests.emulator import test_driver as t; emulator.activate(); t.scan()"
+    )
+    done = python(code, MORI_TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    files = sorted(tmp_path.rglob("*.o"))
+    assert len(files) == 3
+    # this process finds the other's object and lifts nothing
+    lifted, original = [], module._lift
+    monkeypatch.setattr(module, "_lift", lambda *args: lifted.append(1) or original(*args))
+    monkeypatch.setenv("MORI_TRITON_CACHE_DIR", str(tmp_path))
+    scan()
+    assert not lifted
+    assert sorted(tmp_path.rglob("*.o")) == files
 
 
 # --------------------------------------------------------------------------------------------------- Triton 3.6
@@ -351,10 +362,22 @@ def test_the_oldest_supported_triton(tmp_path):
         "all_reduce",
         "matmul",
     ]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", f"({' or '.join(tests)}) and not gfx1250",
-         str(Path(__file__).parent / "test_triton_kernels.py")],
-        env={**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "TRITON_CACHE_DIR": str(tmp_path), "MORI_TEST_TRITON36": ""},
-        capture_output=True, text=True, check=False, cwd=ROOT,
-    )  # fmt: skip
+    chosen = f"({' or '.join(names)}) and not gfx1250"
+    tests = str(Path(__file__).parent / "test_triton_kernels.py")
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        chosen,
+        tests,
+    ]
+    changes = {"PYTHONPATH": f"{folder}:{ROOT}", "TRITON_CACHE_DIR": str(tmp_path), "MORI_TEST_TRITON36": ""}
+    done = subprocess.run(command, env={**os.environ, **changes}, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-3000:]
