@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -78,11 +79,13 @@ def check_dispatch(
         weights = None
     else:
         check_tensor("weights", weights, torch.float32, (n, k), device)
-    if config.scale_bytes == 0 or is_absent(scales, n):
-        require(scales is None or scales.numel() == 0, "scales", "None, as the config has no scales", _describe(scales))
+    is_tensor = scales is None or isinstance(scales, torch.Tensor)
+    require(is_tensor, "scales", "a torch.Tensor or None", type(scales).__name__)
+    if scales is None or config.scale_bytes == 0 or is_absent(scales, n):
+        empty = scales is None or scales.numel() == 0
+        require(empty, "scales", "None, as the config has no scales", _describe(scales))
         scales = None
     else:
-        require(isinstance(scales, torch.Tensor), "scales", "a torch.Tensor or None", type(scales).__name__)
         check_tensor("scales", scales, scales.dtype, (n, config.scale_dim), device)
         size = config.scale_type_size
         require(scales.itemsize == size, "scales.dtype", f"scale_type_size = {size} bytes an entry", scales.dtype)
@@ -177,13 +180,11 @@ def dispatch_torch(config: EpDispatchCombineConfig, given: list[DispatchInput]) 
             for owner in {expert_owner(i, config) for i in row} - {-1}:
                 received[owner].append((pe, token))
 
-    def gather(name: str, sources: list[tuple[int, int]]) -> torch.Tensor | None:
-        columns = [getattr(mine, name) for mine in given]
+    def gather(columns: list[Any], sources: list[tuple[int, int]]) -> Any:
         if any(c is None for c in columns):
             return None
         return torch.stack([columns[p][t] for p, t in sources]) if sources else columns[0][:0]
 
-    return [
-        DispatchedRows(rows, *(gather(c, rows) for c in ("tokens", "indices", "weights", "scales")))
-        for rows in received
-    ]
+    tokens, indices = [mine.tokens for mine in given], [mine.indices for mine in given]
+    weights, scales = [mine.weights for mine in given], [mine.scales for mine in given]
+    return [DispatchedRows(rows, *(gather(c, rows) for c in (tokens, indices, weights, scales))) for rows in received]

@@ -201,11 +201,13 @@ class EpDispatchCombineOp:
         if call_local_expert_count:
             local_expert_count(self.config, out_indices, total, self.local_expert_count)
         self._check_overflow()
-        has_scales = scales is not None and self.config.scale_bytes > 0 and scales.dim() == 2
+        out_scales = None
+        if scales is not None and self.config.scale_bytes > 0 and scales.dim() == 2:
+            out_scales = self._buffers.view("recv_scales", scales.dtype, rows, self.config.scale_dim)
         return (
             self._buffers.view("recv_tokens", input.dtype, rows, input.shape[1]),
             self._buffers.view("recv_weights", torch.float32, rows, k),
-            self._buffers.view("recv_scales", scales.dtype, rows, self.config.scale_dim) if has_scales else None,
+            out_scales,
             out_indices,
             total,
         )

@@ -20,6 +20,7 @@ import llvmlite.binding as llvm
 _FENCE = re.compile(r'^  fence (?:syncscope\("(\w+)"\) )?(\w+)')
 _ATOMIC = re.compile(r'^  .*(?:atomicrmw|cmpxchg|load atomic|store atomic) .*?(?:syncscope\("([\w-]+)"\) )?'
                      r'(monotonic|acquire|release|acq_rel|seq_cst)')  # fmt: skip
+_KEEP_WAIT = re.compile(r'^  (tail )?call void asm sideeffect "", "v')
 _NARROWER = {"": "agent", "one-as": "agent-one-as", "agent": "workgroup", "agent-one-as": "workgroup-one-as"}
 
 
@@ -84,7 +85,9 @@ class Library:
         body = self.bodies[mutant.function]
         lines = body.splitlines()
         assert lines[mutant.line] == mutant.old
-        lines[mutant.line : mutant.line + 1] = [] if mutant.new is None else [mutant.new]
+        # a release is a fence and, on the next line, what makes every code generator keep its wait for the stores
+        keeps_wait = bool(_FENCE.match(mutant.old)) and _KEEP_WAIT.match(lines[mutant.line + 1]) is not None
+        lines[mutant.line : mutant.line + 1 + keeps_wait] = [] if mutant.new is None else [mutant.new]
         module = llvm.parse_assembly(self.text.replace(body, "\n".join(lines)))
         module.verify()
         data = module.as_bitcode()

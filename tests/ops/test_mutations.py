@@ -67,12 +67,13 @@ def grid_sum_kernel(ctx, parts_ptr, arrivals_ptr, out_ptr, first, BLOCK: tl.cons
 
 
 @triton.jit
-def push_kernel(ctx, values_ptr, staging_ptr, signals_ptr, epoch, pe, BLOCK: tl.constexpr):
-    """One program writes a row to a peer and signals."""
+def push_kernel(ctx, values_ptr, staging_ptr, signals_ptr, epoch, BLOCK: tl.constexpr):
+    """One program writes a row to every PE and signals."""
     offs = tl.arange(0, BLOCK)
     me = shmem.my_pe(ctx)
-    tl.store(shmem.remote_ptr(ctx, staging_ptr, pe) + me * BLOCK + offs, tl.load(values_ptr + offs))
-    shmem.signal_set(ctx, signals_ptr + me, epoch, pe)
+    for pe in range(shmem.n_pes(ctx)):
+        tl.store(shmem.remote_ptr(ctx, staging_ptr, pe) + me * BLOCK + offs, tl.load(values_ptr + offs))
+    shmem.signal_set_all(ctx, signals_ptr + me, epoch)
 
 
 @triton.jit
@@ -102,8 +103,7 @@ def promises(pe: int, launch: Callable[..., Any]) -> None:
         launch(grid_sum_kernel, (4,), ctx, parts, arrivals, total, 10 * index, BLOCK=width, num_warps=2)
         assert torch.equal(total, 4 * columns + 40 * index + 6), "grid sum"
         values, got = columns + 1000 * (pe + 2 * index), torch.full((2, width), -1, **ints)
-        for peer in range(2):
-            launch(push_kernel, (1,), ctx, values, staging[index], signals, index + 1, peer, BLOCK=width, num_warps=2)
+        launch(push_kernel, (1,), ctx, values, staging[index], signals, index + 1, BLOCK=width, num_warps=2)
         launch(pull_kernel, (1,), ctx, staging[index], signals, got, index + 1, BLOCK=width, num_warps=2)
         assert torch.equal(got, torch.stack([columns + 1000 * (p + 2 * index) for p in range(2)])), "rows sent round"
 
@@ -232,12 +232,10 @@ def hunt(bench: Bench, originals: dict[str, dict[str, list[str]]]) -> tuple[str,
         bench.code = {}
         for seed in SEEDS:
             what = bench.run(arch, seed)
-            if seed == SEEDS[0] and all(originals[arch][name] == code for name, code in bench.code.items()):
-                # a run may end before it comes to the kernel that differs, so only an equal and good run is equal
-                assert what == "", f"{arch}: the code is the same, and yet {what}"
-                break
             if what:
                 return f"{arch} seed {seed}: {what}", [*differs, arch]
+            if seed == SEEDS[0] and originals[arch] == bench.code:
+                break
         else:
             differs.append(arch)
     return "", differs
@@ -252,8 +250,7 @@ def test_weakened_library(
         caught, differs = hunt(bench, originals)
     finally:
         bench.library = None
-    # what leaves the code of every kernel on every GPU as it is, is no part of the protocol
-    assert caught or not differs, f"{mutant}: not caught on {differs} with seeds {SEEDS}"
+    assert caught, f"{mutant}: not caught; its code differs on {differs}, seeds {SEEDS}"
 
 
 @pytest.mark.parametrize(("module", "mutant"), SOURCE_MUTANTS, ids=lambda value: str(value).replace(" ", "_"))
@@ -271,7 +268,7 @@ def test_weakened_kernel(
 def test_the_sites_are_found() -> None:
     """The protocol has at least these; names are those of the library's source."""
     functions = {str(m).split(":", maxsplit=1)[0] for m in BITCODE_MUTANTS}
-    assert functions >= {"signal", "arrive_last", "wait_all_ge", "poll_by_one"} or functions >= {"signal"}, functions
+    assert functions >= {"signal_set_all", "arrive_last", "wait_all_ge"}, functions
     assert len(BITCODE_MUTANTS) >= 10
     assert [m.kernel for _, m in SOURCE_MUTANTS] == ["dispatch_route_kernel"]
     assert dataclasses.is_dataclass(ops.EpDispatchCombineConfig)

@@ -49,10 +49,7 @@ def combine_copy_kernel(
             weights = tl.load(weights_ptr + offs_k, mask=column < top_k)
             tl.store(combine_in_weights_ptr + offs_k, weights, mask=column < top_k)
     if shmem.arrive_last(ctx, arrivals_ptr, tl.num_programs(0)) != 0:
-        me = shmem.my_pe(ctx)
-        epoch = tl.load(epoch_ptr)
-        for pe in range(shmem.n_pes(ctx)):
-            shmem.signal_set(ctx, signals_ptr + me, epoch, pe)
+        shmem.signal_set_all(ctx, signals_ptr + shmem.my_pe(ctx), tl.load(epoch_ptr))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "top_k", "capacity", "row_units", "num_pieces"])

@@ -123,9 +123,7 @@ def dispatch_copy_kernel(
                         tl.store(to_scales + offs_s, scales, mask=offs_s < scale_words)
                     tl.store(shmem.remote_ptr(ctx, recv_sources_ptr, pe) + slot, me * max_tokens + token)
     if shmem.arrive_last(ctx, arrivals_ptr, tl.num_programs(0)) != 0:
-        epoch = tl.load(epoch_ptr) + 1
-        for pe in range(shmem.n_pes(ctx)):
-            shmem.signal_set(ctx, signals_ptr + me, epoch, pe)
+        shmem.signal_set_all(ctx, signals_ptr + me, tl.load(epoch_ptr) + 1)
 
 
 @triton.jit(do_not_specialize=["capacity"])
