@@ -29,7 +29,7 @@ class Scalar(LiftBase):
 
     def s(self, ins: Inst, base: str) -> None:
         k = base[2:]
-        saveexec = re.match(r"(\w+)_(saveexec|wrexec)_b(\d+)$", k)
+        saveexec = re.match(r"(\w+)_(saveexec|(?<=and_not[01]_)wrexec)_b(\d+)$", k)
         if k.startswith("cmp"):
             self.s_compare(k, ins.ops)
         elif k in ("bitcmp0_b32", "bitcmp1_b32", "bitcmp0_b64", "bitcmp1_b64"):

@@ -59,8 +59,12 @@ def encode(x, width: int) -> int:
 
 
 def _encode_exact(x: Fraction, width: int) -> int:
-    ebits, mbits, _, _ = _FORMATS[width]
-    bias, sign = (1 << (ebits - 1)) - 1, (1 << (width - 1)) if x < 0 else 0
+    return encode_format(x, *_FORMATS[width][:2])
+
+
+def encode_format(x: Fraction, ebits: int, mbits: int) -> int:
+    """Bits of x in a binary format of these widths, rounded to nearest even."""
+    bias, sign = (1 << (ebits - 1)) - 1, (1 << (ebits + mbits)) if x < 0 else 0
     x = abs(x)
     if x == 0:
         return sign
@@ -68,7 +72,8 @@ def _encode_exact(x: Fraction, width: int) -> int:
     if Fraction(2) ** e > x:
         e -= 1
     e = max(e, 1 - bias)
-    scaled = round(x / Fraction(2) ** (e - mbits))  # round() is half-to-even
+    # round() takes a half to even
+    scaled = round(x / Fraction(2) ** (e - mbits))
     if scaled >> (mbits + 1):
         scaled, e = scaled >> 1, e + 1
     if e > bias:

@@ -27,6 +27,10 @@ _LETTER = {"f16": "e", "f32": "f", "f64": "d", "i16": "h", "u16": "h", "i32": "i
 _EXPONENT_MAX = {16: 31, 32: 255, 64: 2047}
 
 
+# every `<op>_<type>`; `lg` of integers is scalar, `ne` is vector
+SUPPORTED = frozenset(f"{op}_{ty}" for ty in _LETTER for op in ((*_FLOAT, "class") if ty[0] == "f" else _INT))
+
+
 def _class(a: Val, wanted: Val) -> Val:
     """Whether a's class is among the wanted bits: signalling, quiet NaN, -inf, -normal, -denormal, -0, +0, ... +inf."""
     signalling, nan = is_signalling(a), is_nan(a)

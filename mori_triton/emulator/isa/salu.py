@@ -246,4 +246,7 @@ for _t, _n in (("f", "f32"), ("e", "f16")):
 for _shift in (1, 2, 3, 4):
     SALU[f"lshl{_shift}_add_u32"] = ("i<-ii", _shl_add(_shift))
 for _n, _f in BOOL.items():
+    if _n.endswith("not0"):
+        # only with exec
+        continue
     SALU[f"{_n}_b32"], SALU[f"{_n}_b64"] = ("i<-ii", _setnz(_f)), ("q<-qq", _setnz(_f))

@@ -1,0 +1,205 @@
+"""No instruction without a check: each has pseudocode that a test compares, or a reference here."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from mori_triton.emulator import isa
+from mori_triton.emulator.isa.compare import SUPPORTED
+from mori_triton.emulator.vector_lanes import Lanes
+from mori_triton.emulator.vector_matrix import MATRIX
+from mori_triton.emulator.vector_packed import MIXED, PACKED
+from tests.emulator import operands
+from tests.emulator.documents import spellings
+from tests.emulator.harness import Wave
+from tests.emulator.pcode_num import decode, encode_format
+from tests.emulator.test_isa import vector_cases
+from tests.emulator.test_isa_scalar import scalar_cases
+
+pytestmark = pytest.mark.cpu
+
+
+def signed(x: int, bits: int) -> int:
+    return x - (1 << bits) if x >> (bits - 1) else x
+
+
+# what no document at hand has (gfx1250's, mostly): name -> (operand sizes of the result and the sources, reference)
+REFERENCES = {
+    "add_nc_u64": ("qqq", lambda a, b: a + b),
+    "sub_nc_u64": ("qqq", lambda a, b: a - b),
+    "mul_u64": ("qqq", lambda a, b: a * b),
+    "mad_u32": ("iiii", lambda a, b, c: a * b + c),
+    "mad_nc_u64_u32": ("qiiq", lambda a, b, c: a * b + c),
+    "mad_nc_i64_i32": ("qiiq", lambda a, b, c: signed(a, 32) * signed(b, 32) + c),
+    "min_u64": ("qqq", min),
+    "max_u64": ("qqq", max),
+    "min_i64": ("qqq", lambda a, b: min(signed(a, 64), signed(b, 64))),
+    "max_i64": ("qqq", lambda a, b: max(signed(a, 64), signed(b, 64))),
+    "add_min_u32": ("iiii", lambda a, b, c: min((a + b) % (1 << 32), c)),
+    "add_max_u32": ("iiii", lambda a, b, c: max((a + b) % (1 << 32), c)),
+    "add_min_i32": ("iiii", lambda a, b, c: min(signed((a + b) % (1 << 32), 32), signed(c, 32))),
+    "add_max_i32": ("iiii", lambda a, b, c: max(signed((a + b) % (1 << 32), 32), signed(c, 32))),
+}
+
+# name -> why nothing is compared
+ELSEWHERE = {
+    "accvgpr_read_b32": "a move; test_accumulation_registers",
+    "accvgpr_write_b32": "a move; test_accumulation_registers",
+    "accvgpr_mov_b32": "a move; test_accumulation_registers",
+    "fmaak_f64": "the formula of fma_f64, with a literal",
+    "fmamk_f64": "the formula of fma_f64, with a literal",
+}
+
+
+def test_every_vector_instruction_is_checked():
+    checked = set(vector_cases("gfx1201")) | set(vector_cases("gfx942"))
+    assert set(isa.VALU) - checked == set(REFERENCES) | set(ELSEWHERE)
+
+
+def test_every_compare_is_checked():
+    # `lg` of integers is scalar only
+    checked = set(vector_cases("gfx1201")) | set(vector_cases("gfx942"))
+    assert {f"cmp_{name}" for name in SUPPORTED if not (name.startswith("lg_") and name[3] in "iu")} <= checked
+
+
+def test_every_scalar_instruction_is_checked():
+    assert set(isa.SALU) <= set(scalar_cases("gfx1201")) | set(scalar_cases("gfx942"))
+
+
+def test_every_packed_instruction_is_checked():
+    documented = set(spellings("gfx1201", "v_")) | set(spellings("gfx942", "v_"))
+    assert set(PACKED) - documented == {f"pk_{x}_bf16" for x in ("add", "mul", "fma", "max_num", "min_num")}
+    assert set(MIXED) - documented == {"fma_mix_f32_bf16", "fma_mixlo_bf16", "fma_mixhi_bf16"}
+
+
+def test_every_other_table_is_known_here():
+    """test_isa_lanes.py checks these one by one; matrix products are compared with numpy below."""
+    assert {
+        "readfirstlane_b32", "readlane_b32", "writelane_b32", "swap_b32", "permlane16_b32", "permlanex16_b32",
+        "permlane16_swap_b32", "permlane32_swap_b32",
+    } == Lanes.LANE_MOVES  # fmt: skip
+    assert {k.replace("bf16", "f16") for k in MATRIX} == {
+        "mfma_f32_32x32x8_f16", "mfma_f32_32x32x16_f16", "mfma_f32_16x16x16_f16", "mfma_f32_16x16x32_f16",
+        "wmma_f32_16x16x16_f16",
+    }  # fmt: skip
+
+
+def test_undocumented_integers():
+    lines = []
+    for i, (name, (kinds, _)) in enumerate(REFERENCES.items()):
+        places = [40 + 2 * i, *(8 * "iq".index(k) + 2 * j for j, k in enumerate(kinds[1:]))]
+        ops = [f"v[{r}:{r + 1}]" if k == "q" else f"v{r}" for k, r in zip(kinds, places, strict=True)]
+        lines.append(f"v_{name} {', '.join(ops)}")
+    wave, rng = Wave("gfx1250", lines), np.random.default_rng(21)
+    for _ in range(5):
+        for j in range(3):
+            for k in "iq":
+                x, r = operands.values(rng, k, 32), 8 * "iq".index(k) + 2 * j
+                wave.v[r], wave.v[r + 1] = x & np.uint64(0xFFFFFFFF), x >> np.uint64(32)
+        wave.v[:, ::5] = np.where(np.arange(len(wave.v))[:, None] < 40, wave.v[:, 1:2], wave.v[:, ::5])
+        wave.run()
+        for i, (kinds, reference) in enumerate(REFERENCES.values()):
+            for lane in range(32):
+                s = []
+                for j, k in enumerate(kinds[1:]):
+                    r = 8 * "iq".index(k) + 2 * j
+                    s.append(int(wave.v[r, lane]) | (int(wave.v[r + 1, lane]) << 32 if k == "q" else 0))
+                got, bits = int(wave.v[40 + 2 * i, lane]), 32
+                if kinds[0] == "q":
+                    got, bits = got | int(wave.v[41 + 2 * i, lane]) << 32, 64
+                assert got == reference(*s) % (1 << bits), (lines[i], [hex(x) for x in s])
+
+
+def bf16_value(x: int) -> Fraction:
+    return Fraction(decode(x << 16, 32))
+
+
+@pytest.mark.parametrize("name", ["add", "mul", "fma", "max_num", "min_num"])
+def test_packed_bf16(name):
+    """Finite operands against exact arithmetic, rounded once."""
+    reference = {
+        "add": lambda a, b: a + b, "mul": lambda a, b: a * b, "fma": lambda a, b, c: a * b + c,
+        "max_num": max, "min_num": min,
+    }[name]  # fmt: skip
+    n = 3 if name == "fma" else 2
+    wave, rng = (
+        Wave("gfx1250", [f"v_pk_{name}_bf16 v4, {', '.join(f'v{i}' for i in range(n))}"]),
+        np.random.default_rng(31),
+    )
+    for _ in range(20):
+        halves = rng.integers(0, 1 << 16, (3, 2, 32))
+        # some near each other, so that sums cancel
+        halves[:, :, ::2] = halves[:, :, ::2] % 2048 + 0x3C00 + (halves[:, :, ::2] & 0x8000)
+        halves[(halves & 0x7F80) == 0x7F80] ^= 0x4000
+        wave.v[:3] = halves[:, 0] | halves[:, 1] << 16
+        wave.run()
+        for lane in range(32):
+            for h in range(2):
+                exact = reference(*(bf16_value(int(halves[i, h, lane])) for i in range(n)))
+                got = int(wave.v[4, lane]) >> (16 * h) & 0xFFFF
+                # the sign of a zero is checked on fp16, by the documents
+                assert got == encode_format(exact, 8, 7) or (exact == 0 and got & 0x7FFF == 0), halves[:, h, lane]
+
+
+@pytest.mark.parametrize("name", ["fma_mix_f32_bf16", "fma_mixlo_bf16", "fma_mixhi_bf16"])
+def test_mixed_bf16(name):
+    wave, rng = Wave("gfx1250", [f"v_{name} v4, v0, v1, v2 op_sel:[1,0,0] op_sel_hi:[1,0,1]"]), np.random.default_rng(7)
+    x = (rng.standard_normal((3, 32)) * 4).astype(np.float32)
+    wave.v[:3], wave.v[4] = x.view(np.uint32), 0x11112222
+    wave.run()
+    high, low = x[0].view(np.uint32) & 0xFFFF0000, x[2].view(np.uint32) << np.uint32(16)
+    for lane in range(32):
+        a, c = (Fraction(float(v[lane : lane + 1].view(np.float32)[0])) for v in (high, low))
+        if not np.isfinite(low[lane : lane + 1].view(np.float32)[0]):
+            continue
+        exact = a * Fraction(float(x[1, lane])) + c
+        single = encode_format(exact, 8, 23)
+        half = encode_format(Fraction(decode(single, 32)), 8, 7)
+        want = {"fma_mix_f32_bf16": single, "fma_mixlo_bf16": 0x11110000 | half, "fma_mixhi_bf16": half << 16 | 0x2222}
+        assert int(wave.v[4, lane]) == want[name]
+
+
+def test_accumulation_registers():
+    wave = Wave("gfx942", ["v_accvgpr_write_b32 a1, v0", "v_accvgpr_mov_b32 a0, a1", "v_accvgpr_read_b32 v1, a0"])
+    wave.v[0] = np.arange(64)
+    wave.exec = 0xFFFF0000FFFF
+    wave.run()
+    active = [wave.exec >> lane & 1 for lane in range(64)]
+    assert (wave.v[1] == np.where(active, np.arange(64), 0)).all()
+
+
+@pytest.mark.parametrize("name", sorted(MATRIX))
+def test_matrix_product(name):
+    """Against numpy; the layout is the one that Triton's and AMD's documents describe, small integers are exact."""
+    m, arch = MATRIX[name], "gfx1201" if name.startswith("wmma") else "gfx950"
+    size = m.per_lane // 2
+    a0, b0, c0, d0 = 0, size, 2 * size, 2 * size + m.regs
+    ops = [f"v[{r}:{r + n - 1}]" for r, n in ((d0, m.regs), (a0, size), (b0, size), (c0, m.regs))]
+    wave, rng = Wave(arch, [f"v_{name} {', '.join(ops)}"]), np.random.default_rng(17)
+    a, b = rng.integers(-8, 8, (m.n, m.k)).astype(np.float32), rng.integers(-8, 8, (m.k, m.n)).astype(np.float32)
+    c = rng.integers(-50, 50, (m.n, m.n)).astype(np.float32)
+
+    def half(x: np.float32) -> int:
+        return int(np.float16(x).view(np.uint16)) if m.fp16 else int(x.view(np.uint32)) >> 16
+
+    for lane in range(wave.lanes):
+        first = lane // m.n * m.per_lane
+        for e in range(m.per_lane):
+            for r, x in ((a0, a[lane % m.n, first + e]), (b0, b[first + e, lane % m.n])):
+                wave.v[r + e // 2, lane] |= np.uint32(half(x) << 16 * (e % 2))
+        for r in range(m.regs):
+            # rows in groups of four, one group of each after the other for every set of n lanes; wmma: eight rows a set
+            group = lane // m.n
+            row = r + 8 * group if name.startswith("wmma") else r % 4 + 4 * group + 4 * (64 // m.n) * (r // 4)
+            wave.v[c0 + r, lane] = c[row, lane % m.n].view(np.uint32)
+    wave.run()
+    want, got = a @ b + c, np.full((m.n, m.n), np.nan, np.float32)
+    for lane in range(wave.lanes):
+        for r in range(m.regs):
+            group = lane // m.n
+            row = r + 8 * group if name.startswith("wmma") else r % 4 + 4 * group + 4 * (64 // m.n) * (r // 4)
+            got[row, lane % m.n] = wave.v[d0 + r, lane : lane + 1].view(np.float32)[0]
+    np.testing.assert_array_equal(got, want)
