@@ -58,6 +58,14 @@ def spin_kernel(flag_ptr):
 
 
 @triton.jit
+def wait_all_kernel(flag_ptr):
+    """A barrier of the whole grid: every program waits for every other."""
+    tl.atomic_add(flag_ptr, 1, sem="release", scope="gpu")
+    while tl.atomic_add(flag_ptr, 0, sem="acquire", scope="gpu") < tl.num_programs(0):
+        pass
+
+
+@triton.jit
 def store_kernel(address, value):
     tl.store(address.to(tl.pointer_type(tl.int64)), value)
 
@@ -299,6 +307,23 @@ def test_own_spin_loops_are_listed_with_their_instruction():
         local_world(2, seed=1).run(program)
     with pytest.raises(PeerTimeout, match=r"nothing changed for .* s\n  spin_kernel of PE 1, workgroup 0, wave"):
         local_world(2, timeout_s=0.3).run(program)
+
+
+def test_a_grid_must_not_wait_for_workgroups_that_have_no_place():
+    from tests.emulator import kernels
+
+    def program(pe, groups):
+        flag, out = symmetric((1,), torch.int32, "flag"), torch.zeros(1, dtype=torch.int32)
+        # every workgroup but the first ends at once, so the last one gets a place
+        kernels.wait_for_later[(groups,)](flag, out)
+        # here the first 64 wait for the last
+        flag.zero_()
+        wait_all_kernel[(groups,)](flag)
+        return out[0]
+
+    assert local_world(1, seed=1).run(program, 60) == [7]
+    with pytest.raises(Deadlock, match="wait_all_kernel of PE 0: 36 workgroups wait for one of 64 places"):
+        local_world(1, seed=1).run(program, 100)
 
 
 def test_a_limit_that_a_kernel_handles_itself_is_no_deadlock():

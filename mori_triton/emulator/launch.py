@@ -21,6 +21,7 @@ TTMP_IDS, NO_REGISTER = (1 << 64) - 2, (1 << 64) - 1
 GROUP_BYTES = 64
 _INT = {1: "B", 2: "H", 4: "I", 8: "Q"}
 _FLOAT = {"fp16": "e", "fp32": "f", "fp64": "d"}
+_FLOAT_TYPES = {"fp16": np.float16, "fp32": np.float32, "fp64": np.float64}
 
 
 class LaunchControl(ctypes.Structure):
@@ -42,11 +43,6 @@ def _bf16_bits(x: float) -> int:
         return 0x7FC0
     (u,) = struct.unpack("<I", struct.pack("<f", x))
     return (u + 0x7FFF + ((u >> 16) & 1)) >> 16
-
-
-def _float32(x: float) -> float:
-    """A Python float as C's conversion to float has it: too large becomes infinity."""
-    return float(np.float32(x))
 
 
 @dataclass(frozen=True)
@@ -213,7 +209,7 @@ class Launch:
         scratch_args = len(kind.formats) - len(args)
         require(scratch_args in (0, 2), f"arguments of {self.module.code.name}", f"{len(kind.formats)}", len(args))
         for i, (value, form) in enumerate(zip(args, kind.formats, strict=False)):
-            if isinstance(value, (int, np.integer)):
+            if isinstance(value, (int, np.integer, np.bool_)):
                 bits = 64 if form[0] == "*" else int(form[1:]) if form[0] in "iu" else 0
                 values.append(int(value) & ((1 << max(bits, 8)) - 1) if bits else float(value))
                 if form == "bf16":
@@ -244,8 +240,10 @@ class Launch:
     def _float(value: float, form: str) -> int | float:
         if form == "bf16":
             return _bf16_bits(value)
-        if form in ("fp32", "fp64", "fp16"):
-            return _float32(value) if form == "fp32" else value
+        if form in _FLOAT:
+            # too large becomes infinity, as in C
+            with np.errstate(over="ignore"):
+                return float(_FLOAT_TYPES[form](value))
         # no type was given: by size
         bits = int(form[1:])
         return int.from_bytes(struct.pack({16: "<e", 32: "<f", 64: "<d"}[bits], value), "little")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import enum
 import functools
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -170,15 +169,22 @@ class Machine:
         access = f"{size} bytes at {bad:#x}" if size else f"address {bad:#x}"
         return launch, KernelFault(f"{lay.FAULTS[kind]}: {access}, {where}{near}")
 
-    def waiting_waves(self, launches: Sequence[Launch] | None = None, limit: int = 16) -> list[str]:
-        """One line per wave that has not ended: kernel, PE, workgroup, wave, line, instruction."""
+    def waiting_waves(self, limit: int = 16) -> list[str]:
+        """What every launch in flight waits for: one line per wave that has not ended, about `limit` lines in all.
+
+        Waves that poll come before those at a barrier, which wait for them.
+        """
         lines = []
-        for launch in self.launches if launches is None else launches:
-            lines += [wave.describe() for wave in launch.live_waves()]
-            unstarted = launch.num_groups - launch.control.next
-            if unstarted:
+        for launch in self.launches:
+            share = max(limit // len(self.launches), 2)
+            if launch.num_groups > launch.control.next:
+                unstarted = launch.num_groups - launch.control.next
                 lines.append(f"{launch.who}: {unstarted} workgroups wait for one of {launch.resident} places")
-        return lines if len(lines) <= limit else [*lines[:limit], f"and {len(lines) - limit} more waves"]
+            waves = sorted(launch.live_waves(), key=lambda wave: wave.get(lay.STATUS) == lay.BARRIER)
+            lines += [wave.describe() for wave in waves[:share]]
+            if len(waves) > share:
+                lines.append(f"{launch.who}: and {len(waves) - share} more waves")
+        return lines
 
 
 def _pages(num_bytes: int) -> np.ndarray:

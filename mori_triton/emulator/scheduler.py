@@ -218,13 +218,13 @@ class Coordinator:
         """Let the device run for a while; alone: until a host can go on."""
         machine = self.machine
         event = machine.run(SLICE if alone else self._random.choice((100, 1000, 10000)))
-        if event == Event.FINISHED:
-            self._finish(machine.finished(), None)
+        if event in (Event.FINISHED, Event.FAULT):
+            launch, error = (machine.finished(), None) if event == Event.FINISHED else machine.fault()
+            if error is not None:
+                machine.retire(launch)
+            self._finish(launch, error)
             if self._jumped:
                 self._after_jump(me)
-        elif event == Event.FAULT:
-            launch, error = machine.fault()
-            self._finish(machine.retire(launch), error)
         elif event in (Event.QUIET, Event.STUCK):
             if not alone:
                 self._device_idle = True

@@ -1,4 +1,4 @@
-"""The Triton driver of the emulated device: activation, hooks, errors, the object cache, the oldest supported Triton."""
+"""The Triton driver of the emulated device: activation, hooks, errors, the object cache, the oldest Triton."""
 
 import os
 import shutil
@@ -327,20 +327,15 @@ def test_processes_share_the_object_cache(gfx1201, tmp_path, monkeypatch):
         kept = jit.env.cache_dir() / "objects" / key[:2] / f"{key}.o"
         if kept.exists():
             shutil.copy(kept, tmp_path / "objects" / key[:2])
-    code = (
-        "from mori_triton import emulator; from tests.emulator import test_driver as t; emulator.activate(); t.scan()"
-    )
+    code = "from tests.emulator import test_driver as t\nt.emulator.activate(); t.scan()"
     done = python(code, MORI_TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    files = sorted(tmp_path.rglob("*.o"))
-    assert len(files) == 3
     # this process finds the other's object and lifts nothing
     lifted, original = [], module._lift
     monkeypatch.setattr(module, "_lift", lambda *args: lifted.append(1) or original(*args))
     monkeypatch.setenv("MORI_TRITON_CACHE_DIR", str(tmp_path))
     scan()
     assert not lifted
-    assert sorted(tmp_path.rglob("*.o")) == files
 
 
 # --------------------------------------------------------------------------------------------------- Triton 3.6
@@ -351,7 +346,7 @@ def test_the_oldest_supported_triton(tmp_path):
             "MORI_TEST_TRITON36 names no folder with Triton (pip install --target FOLDER --no-deps triton==3.6.0)"
         )
     # Triton 3.6 cannot assemble some of its own code for gfx1250
-    tests = [
+    names = [
         "vadd",
         "spin_lock",
         "row_reduce",

@@ -1,6 +1,8 @@
-"""The machine and its scheduler below Triton: order, determinism, faults, deadlocks, places, structures shared with C++."""
+"""The machine and its scheduler below Triton: order, determinism, arguments, faults, deadlocks, places."""
 
 import ctypes
+import itertools
+import math
 
 import numpy as np
 import pytest
@@ -199,6 +201,71 @@ def test_arguments_have_to_fit():
         launch.Launch(kernel(ADD_ONE, args=[POINTER]), (1, 1, 1), ["x"])
 
 
+VALUES = {
+    "i1": (st.booleans(), 1, int),
+    "i8": (st.integers(-128, 127), 1, None),
+    "i16": (st.integers(-(2**15), 2**15 - 1), 2, None),
+    "i32": (st.integers(-(2**31), 2**31 - 1), 4, None),
+    "u32": (st.integers(0, 2**32 - 1), 4, None),
+    "i64": (st.integers(-(2**63), 2**63 - 1), 8, None),
+    "u64": (st.integers(0, 2**64 - 1), 8, None),
+    "fp16": (st.floats(), 2, np.float16),
+    "bf16": (st.floats(width=32), 2, None),
+    "fp32": (st.floats(), 4, np.float32),
+    "fp64": (st.floats(), 8, np.float64),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(sorted(VALUES)), min_size=1, max_size=5), st.data())
+def test_arguments_are_laid_out_as_the_code_says(types, data):
+    """The argument block against numpy and torch, at the offsets of the code's metadata."""
+    import torch
+
+    values = [data.draw(VALUES[kind][0]) for kind in types]
+    k = kernel("\ts_endpgm", args=[(VALUES[kind][1], "by_value") for kind in types])
+    x = launch.Launch(k, (1, 1, 1), values, types=tuple(types))
+    for (offset, size, _), kind, value in zip(k.code.args, types, values, strict=True):
+        got = x.kernarg[offset : offset + size].tobytes()
+        if kind == "bf16":
+            want = torch.tensor(value, dtype=torch.float32).bfloat16().view(torch.int16).numpy().tobytes()
+            if math.isnan(value):
+                want = got if np.frombuffer(got, np.uint16)[0] & 0x7FFF > 0x7F80 else want
+        elif VALUES[kind][2] in (np.float16, np.float32, np.float64):
+            with np.errstate(over="ignore"):
+                want = VALUES[kind][2](value).tobytes()
+            if math.isnan(value):
+                got, want = np.isnan(np.frombuffer(got, VALUES[kind][2])), [True]
+        else:
+            want = int(value).to_bytes(size, "little", signed=value < 0)
+        assert got == want
+
+
+def test_numbers_of_unknown_type_go_by_size():
+    k = kernel("\ts_endpgm", args=[(4, "by_value"), (8, "by_value"), (2, "by_value"), (8, "global_buffer")])
+    x = launch.Launch(k, (1, 1, 1), [1.5, -2.0, np.float32(0.5), None])
+    assert (
+        x.kernarg[:18].tobytes()
+        == np.float32(1.5).tobytes() + bytes(4) + np.float64(-2).tobytes() + np.float16(0.5).tobytes()
+    )
+
+
+def test_scratch_that_triton_asks_for():
+    """Two more pointers than arguments: Triton's global and profile scratch, per workgroup."""
+    k = kernel("\ts_endpgm", args=[POINTER] * 3)
+    x = launch.Launch(k, (3, 1, 1), [0], scratch=(256, 0))
+    address, profile = x.kernarg[8:24].view(np.uint64)
+    assert address % 16 == 0
+    assert profile == 0
+    assert (int(address), int(address) + 3 * 256, "Triton's scratch") in x.named_ranges
+
+
+def test_static_and_dynamic_local_memory_add_up():
+    for static, shared, want in ((0, 0, 0), (8, 0, 8), (0, 100, 100), (8, 100, 116), (16, 64, 80)):
+        k = kernel("\ts_endpgm", lds=static)
+        assert launch.Launch(k, (1, 1, 1), [], shared=shared).kind.lds_bytes == want
+
+
 # ----------------------------------------------------------------------------------------------------- deadlocks
 def test_polling_for_ever_becomes_quiet():
     m, x = Machine(5), launch.Launch(kernel(SPIN, args=[POINTER]), (2, 1, 1), [np.zeros(1, np.uint32)], num_warps=2)
@@ -220,8 +287,8 @@ def test_a_barrier_that_cannot_be_met_is_reported():
     while (event := m.run(100_000)) == Event.LIMIT:
         pass
     assert event == Event.QUIET
-    assert "wave 0 at a barrier" in m.waiting_waves()[0]
-    assert "`s_" in m.waiting_waves()[1]
+    assert "wave 1, line" in m.waiting_waves()[0]
+    assert "wave 0 at a barrier" in m.waiting_waves()[1]
 
 
 def test_own_spin_loops_end_at_the_time_limit_when_others_may_write():
@@ -249,9 +316,10 @@ def test_more_waves_than_fit_are_counted():
     m.submit(launch.Launch(kernel(SPIN, args=[POINTER]), (9, 1, 1), [np.zeros(1, np.uint32)], num_warps=20))
     m.run(1000)
     lines = m.waiting_waves()
-    assert len(lines) == 17
-    assert lines[-1] == "and 25 more waves"
-    assert m.waiting_waves(limit=99)[-1] == "k: 7 workgroups wait for one of 2 places"
+    assert len(lines) == 18
+    assert lines[0] == "k: 7 workgroups wait for one of 2 places"
+    assert lines[-1] == "k: and 24 more waves"
+    assert len(m.waiting_waves(limit=99)) == 41
 
 
 # -------------------------------------------------------------------------------------------------- coordinator
@@ -381,7 +449,7 @@ def test_merged_ranges_cover_the_same_bytes(spans):
     ranges = [(low, low + size, "x") for low, size in spans]
     merged = launch.merge(ranges)
     assert merged == sorted(merged)
-    assert all(a[1] <= b[0] for a, b in zip(merged, merged[1:], strict=False))
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(merged))
     covered = {byte for low, high in merged for byte in range(low, high)}
     assert covered == {byte for low, high, _ in ranges for byte in range(low, high)}
 
