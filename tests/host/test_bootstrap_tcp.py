@@ -361,6 +361,23 @@ def test_large_answer_to_a_slow_reader():
     assert wait_until(lambda: not hub_of(unique_id).alive)
 
 
+def test_an_interrupted_call_is_not_answered_twice(monkeypatch):
+    """After Ctrl-C in a collective the stream holds the answer to it, which must not be taken for the next one's."""
+    boot = TcpBootstrap(new_unique_id(), 0, 1, timeout_s=5)
+    receive = boot._receive
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(boot, "_receive", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        boot.allgather(b"first", "the first")
+    monkeypatch.setattr(boot, "_receive", receive)
+    with pytest.raises(PeerTimeout, match=r"an earlier call \(the first \(number 0\)\) was interrupted"):
+        boot.allgather(b"second")
+    boot.close()
+
+
 HEAP_PROGRAM = """
     import dataclasses, os, signal, sys
     from mori_triton import env

@@ -4,6 +4,7 @@ RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as torchrun sets them. Pri
 """
 
 import os
+import re
 import signal
 import sys
 
@@ -106,6 +107,16 @@ def group_world(rank, n):
             raises(ArgumentError, "group", mori.shmem_torch_process_group_init, group)
         dist.barrier()
     say("subgroups")
+    group = dist.new_group()
+    os.environ["MORI_BOOTSTRAP_TIMEOUT"] = "1"
+    if rank != 3:
+        with pytest.raises(PeerTimeout) as caught:
+            mori.shmem_torch_process_group_init(group)
+        # a PE that the backend keeps waiting for rank 3 when the id is handed round cannot join either
+        assert re.search(r"PEs? [0-2, ]*3 of 4 did not join within 1 s|did not hear", str(caught.value)), caught.value
+    os.environ["MORI_BOOTSTRAP_TIMEOUT"] = "60"
+    dist.barrier()
+    say("missing PE")
 
 
 def kernel_errors():

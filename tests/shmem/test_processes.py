@@ -53,16 +53,16 @@ def test_worlds_of_processes():
             process.wait()
     lines = [stdout.split("\n") for stdout, _ in outputs]
     errors = "\n".join(f"PE {pe}: {lines[pe]}\n{stderr}" for pe, (_, stderr) in enumerate(outputs))
-    parts = ["unique id", "default group", "subgroups", "kernel errors"]
+    parts = ["unique id", "default group", "subgroups", "missing PE", "kernel errors"]
     for pe in range(NUM_PES):
         assert lines[pe][: len(parts)] == parts, errors
         if pe == 2:
             assert processes[pe].returncode == -9, errors
             continue
         # told at once that PE 2 has died, and an exit without a trace of it
-        assert lines[pe][4].startswith("peer: PE "), errors
-        assert "PE 2 has died" in lines[pe][4], errors
-        assert lines[pe][5:7] == ["finalize: PeerTimeout", "done"], errors
+        assert lines[pe][5].startswith("peer: PE "), errors
+        assert "PE 2 has died" in lines[pe][5], errors
+        assert lines[pe][6:8] == ["finalize: PeerTimeout", "done"], errors
         assert processes[pe].returncode == 0, errors
         assert "Traceback" not in outputs[pe][1], errors
     # torch's own files may come and go; ours have no names at all

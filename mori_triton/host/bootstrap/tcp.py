@@ -149,6 +149,8 @@ class TcpBootstrap(Collectives):
         if self._failure is not None:
             self._raise(what, *self._failure)
         limit = time.monotonic() + self.timeout_s + _GRACE_S
+        # stands until the answer is here: after an interrupt the next bytes would be the answer to this call
+        self._failure = (hub.MISSING, f"an earlier call ({what}) was interrupted")
         try:
             self._socket.settimeout(self.timeout_s + _GRACE_S)
             self._socket.sendall(request)
@@ -160,6 +162,7 @@ class TcpBootstrap(Collectives):
         except OSError as error:
             self._failure = (hub.MISSING, f"lost the connection to {self._server}, which has died")
             raise PeerTimeout(f"PE {self.pe}, {what}: {self._failure[1]} ({error})") from error
+        self._failure = None
         if kind == hub.ERROR:
             self._raise(what, body[0], bytes(body[1:]).decode())
         if kind != want:
