@@ -267,7 +267,7 @@ INLINE u32 store(Wave* w, const u32* v, const u32* reg, u64 base, u64 how, i32 o
 }
 
 // operation numbers are those of memory.py
-enum Operation : u32 { ADD, SUB, AND, OR, XOR, SWAP, CMPSWAP, MAX, MIN, INC, DEC, FADD, FMAX, FMIN, RSUB, CLAMP_SUB };
+enum Operation : u32 { ADD, SUB, AND, OR, XOR, SWAP, CMPSWAP, MAX, MIN, INC, DEC, FADD, FMAX, FMIN, RSUB, CLAMP_SUB, PACKED_F16, PACKED_BF16 };
 
 template <class U> struct Number;
 template <> struct Number<u32> { using Signed = i32; using Float = float; };
@@ -276,6 +276,24 @@ template <> struct Number<u64> { using Signed = i64; using Float = double; };
 template <class U> INLINE U larger(U a, U b, bool is_signed) {
   using S = typename Number<U>::Signed;
   return (is_signed ? static_cast<S>(a) > static_cast<S>(b) : a > b) ? a : b;
+}
+
+// sum of the halves of two words, each rounded to nearest even; bf16: bfloat16, else IEEE half
+INLINE u32 add_halves(u32 a, u32 b, bool bf16) {
+  u32 result = 0;
+  for (int shift = 0; shift < 32; shift += 16) {
+    u32 sum;
+    if (bf16) {
+      float x = __builtin_bit_cast(float, a >> shift << 16) + __builtin_bit_cast(float, b >> shift << 16);
+      u32 u = __builtin_bit_cast(u32, x);
+      sum = x != x ? u >> 16 | 0x40 : (u + 0x7FFF + (u >> 16 & 1)) >> 16;
+    } else {
+      auto half = [](u32 h) { return static_cast<float>(__builtin_bit_cast(_Float16, static_cast<u16>(h))); };
+      sum = __builtin_bit_cast(u16, static_cast<_Float16>(half(a >> shift) + half(b >> shift)));
+    }
+    result |= sum << shift;
+  }
+  return result;
 }
 
 // new value of a word that holds `old`, for the operations that have no host instruction or act on private memory
@@ -298,6 +316,8 @@ template <class U> INLINE U apply(u32 operation, bool is_signed, U old, U x, U c
     case FMAX: return a > b || b != b ? old : x;  // a number wins over a NaN
     case FMIN: return a < b || b != b ? old : x;
     case RSUB: return x - old;
+    case PACKED_F16: return add_halves(static_cast<u32>(old), static_cast<u32>(x), false);
+    case PACKED_BF16: return add_halves(static_cast<u32>(old), static_cast<u32>(x), true);
     default: return old < x ? 0 : old - x;
   }
 }

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mori_triton.emulator import jit, runtime
-from mori_triton.emulator.device import nearest
 from mori_triton.errors import WeakMemoryError, require
 
 if TYPE_CHECKING:
@@ -50,7 +49,9 @@ class _System(ctypes.Structure):
     """`WeakSystem` of weak.h."""
 
     _fields_ = [
-        *_words("now rng pool pool_size pool_used pool_free arena_start arena arena_end table table_mask num_pages groups"),
+        *_words(
+            "now rng pool pool_size pool_used pool_free arena_start arena arena_end table table_mask num_pages groups"
+        ),
         *_words("free_groups num_groups launches pending floors_at num_devices num_races lost_races last_page"),
         *(
             (name, ctypes.c_uint64 * MAX_DEVICES)
@@ -216,7 +217,15 @@ class WeakMemory:
         times = f" ({race.count} times)" if race.count > 1 else ""
         return (
             f"{where(load, race.load_group, race.load_wave, race.load_pc)}{times}\n"
-            f"  loads {race.address:#x} ({nearest(load[3], race.address)}), stored by\n"
+            f"  loads {_name(load[3], race.address)}, stored by\n"
             f"  {where(store, race.store_group, race.store_wave, race.store_pc)}\n"
             f"  missing: {'; '.join(reasons)}"
         )
+
+
+def _name(ranges: list, address: int) -> str:
+    """An address by the allocation that holds it."""
+    for low, high, name in ranges:
+        if low <= address < high:
+            return f"{name} + {address - low} bytes ({address:#x})"
+    return f"{address:#x}"

@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 
 from mori_triton.emulator import asm, lift
 from mori_triton.emulator import state as lay
@@ -79,6 +80,8 @@ def pieces(arch: str) -> dict[str, str]:
     for op, number in (("fadd", "add_f32"), ("fmin", "min_num_f32"), ("fmax", "max_num_f32")):
         if not gfx9 or op == "fadd":
             found[f"atomic_{op}_32_False"] = f"global_atomic_{number} v10, v20, s[4:5] offset:{OFFSET}"
+    for kind in ("f16", "bf16"):
+        found[f"atomic_{kind}"] = f"global_atomic_pk_add_{kind} v10, v20, s[4:5] offset:{OFFSET}"
     return found
 
 
@@ -314,6 +317,22 @@ def test_float_atomics(program, op):
     np.testing.assert_array_equal(memory, want)
 
 
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_packed_float_atomics(program, kind):
+    dtype, W = {"f16": torch.float16, "bf16": torch.bfloat16}[kind], program.W
+    wave, generator = BareWave(program), torch.Generator().manual_seed(1)
+    memory = torch.randn(2 * W, generator=generator).to(dtype)
+    data = (torch.randn(2 * W, generator=generator) * 2 ** torch.randint(-9, 9, (2 * W,), generator=generator)).to(
+        dtype
+    )
+    data[5], data[6], data[7] = float("inf"), float("nan"), 0.0
+    want = memory + data
+    prepare(wave, memory.view(torch.uint8).numpy(), 0, np.arange(W) * 4, 4096)
+    wave.v[20] = data.view(torch.int32).numpy().view(np.uint32)
+    assert wave(f"atomic_{kind}", (1 << W) - 1) == lay.DONE
+    torch.testing.assert_close(memory, want, rtol=0, atol=0, equal_nan=True)
+
+
 def test_every_lane_must_lie_in_one_allocation(program):
     W, arena = program.W, np.zeros(8192, np.uint8)
     first, second = arena[1024:2048], arena[2048:4096]
@@ -434,7 +453,7 @@ def test_atomics_of_several_threads_lose_nothing(program):
         ("gfx1250", "global_load_async_to_lds_b32 v1, v2, s[2:3]"),
         ("gfx1250", "global_load_tr8_b64 v[1:2], v3, s[2:3]"),
         ("gfx950", "ds_read_b64_tr_b16 v[2:3], v1"),
-        ("gfx1201", "global_atomic_pk_add_bf16 v1, v2, s[2:3]"),
+        ("gfx1201", "global_atomic_ordered_add_b64 v1, v[2:3], s[2:3]"),
         ("gfx1201", "global_load_b32 v1, v2, s[2:3] unheard_of"),
         ("gfx1201", "ds_append v1"),
     ],
