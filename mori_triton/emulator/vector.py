@@ -176,8 +176,12 @@ class Vector(Lanes, Packed, Matrix):
         for t in types:
             if t == "D":
                 srcs.append(dst)
+            elif t == "m" and not texts:
+                srcs.append(self.op("vcc"))
+            elif texts:
+                srcs.append(self.op(texts.pop(0)))
             else:
-                srcs.append(self.op(texts.pop(0)) if texts else self.op("vcc"))
+                raise KeyError("operand count")
         if texts:
             raise KeyError("operand count")
         return srcs
