@@ -45,6 +45,16 @@ def ring_kernel(ctx, x_ptr, signal_ptr, n, step, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def scan_kernel(ctx, x_ptr, out_ptr, signal_ptr, BLOCK: tl.constexpr):
+    """A running sum through LDS between two operations whose own LDS lies in front of Triton's."""
+    i = tl.arange(0, BLOCK)
+    dev.signal_add(ctx, signal_ptr, 1, dev.my_pe(ctx))
+    total = tl.cumsum(tl.load(x_ptr + i), 0)
+    seen = dev.wait_ge(ctx, signal_ptr, 1, dev.my_pe(ctx), 0)
+    tl.store(out_ptr + i, tl.flip(total, 0) + seen)
+
+
+@triton.jit
 def wait_kernel(ctx, signal_ptr, out_ptr, want, peer):
     """out = what the wait saw."""
     tl.store(out_ptr, dev.wait_ge(ctx, signal_ptr, want, peer, 0))
@@ -113,6 +123,18 @@ def ring(pe, rounds):
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_a_ring_of_puts_and_signals(n, seed, arch):
     assert local_world(n, arch=arch, seed=seed).run(ring, 3) == [True] * n
+
+
+@pytest.mark.parametrize("arch", ["gfx1201", "gfx942", "gfx950", "gfx1250"])
+@pytest.mark.parametrize("num_warps", [1, 4])
+def test_local_memory_of_the_device_library_and_of_triton(arch, num_warps):
+    def program(pe):
+        signal = symmetric((1,), torch.int64, "signal")
+        x, out = torch.arange(512) * 3 - pe, torch.full((512,), -1)
+        launch(scan_kernel, (1,), shmem.context(), x, out, signal, BLOCK=512, num_warps=num_warps)
+        return torch.equal(out, x.cumsum(0).flip(0) + 1)
+
+    assert local_world(2, arch=arch, seed=1).run(program) == [True, True]
 
 
 def test_weak_memory_keeps_a_correct_ring_correct():

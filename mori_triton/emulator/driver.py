@@ -155,9 +155,10 @@ class _Launcher:
 
 
 class _OneAtATime:
-    """Stands before `triton.compiler.compile`: threads compile one after another. All but the first of those that want the
-    same kernel find it in Triton's cache, and CPython's `ast.parse` (3.11) is not safe in several threads. Held while
-    compiling only, never while a kernel runs.
+    """Stands before `triton.compiler.compile`: threads compile one after another.
+
+    All but the first of those that want the same kernel then find it in Triton's cache, and CPython's `ast.parse` (3.11)
+    is not safe in several threads. The lock is held while compiling only, never while a kernel runs.
     """
 
     _lock = threading.RLock()

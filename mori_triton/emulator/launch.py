@@ -21,7 +21,7 @@ TTMP_IDS, NO_REGISTER = (1 << 64) - 2, (1 << 64) - 1
 GROUP_BYTES = 64
 _INT = {1: "B", 2: "H", 4: "I", 8: "Q"}
 _FLOAT = {"fp16": "e", "fp32": "f", "fp64": "d"}
-_FLOAT_TYPES = {"fp16": np.float16, "fp32": np.float32, "fp64": np.float64}
+_FLOAT_TYPES: dict[str, Any] = {"fp16": np.float16, "fp32": np.float32, "fp64": np.float64}
 
 
 class LaunchControl(ctypes.Structure):
