@@ -162,7 +162,7 @@ class WeakMemory:
             num_groups=launch.num_groups,
         )
         ranges = [*(launch.device.ranges if launch.device else ()), *launch.named_ranges]
-        self._launches.append((record, groups, launch.module.code, sorted(ranges)))
+        self._launches.append((record, groups, launch.module.code, ranges))
         for low, high, _ in launch.named_ranges:
             # host memory that held another device's data before
             at = bisect.bisect_right(self._homes[:, 0].tolist(), low)
@@ -224,8 +224,9 @@ class WeakMemory:
 
 
 def _name(ranges: list, address: int) -> str:
-    """An address by the allocation that holds it."""
-    for low, high, name in ranges:
-        if low <= address < high:
-            return f"{name} + {address - low} bytes ({address:#x})"
-    return f"{address:#x}"
+    """An address by the smallest allocation that holds it."""
+    holding = [(high - low, low, name) for low, high, name in ranges if low <= address < high]
+    if not holding:
+        return f"{address:#x}"
+    _, low, name = min(holding, key=lambda x: x[0])
+    return f"{name} + {address - low} bytes ({address:#x})"

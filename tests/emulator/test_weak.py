@@ -613,3 +613,92 @@ def test_a_lock_makes_plain_counters_exact(arch, scope, devices, release):
             assert (cells == groups * rounds * devices).all(), seed
         else:
             assert run.weak.races(), seed
+
+
+@triton.jit
+def _send_twice(data, flag, N: tl.constexpr):
+    """The first half is released; what is stored after that is not, though every store is waited for."""
+    offs = tl.arange(0, N)
+    tl.store(data + offs, offs + 1)
+    tl.debug_barrier()
+    tl.atomic_xchg(flag + 1, 1, sem="release", scope="sys")
+    tl.store(data + N + offs, offs + 1)
+    tl.debug_barrier()
+    tl.atomic_xchg(flag, 1, sem="relaxed", scope="sys")
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_release_covers_nothing_that_comes_after_it(arch):
+    for seed in BROKEN_SEEDS:
+        run = Litmus(seed, arch=arch)
+        data, flag, out = run.buffer(1, 2 * N, name="data"), run.buffer(1, 2), run.buffer(1, 2 * N)
+        run.submit(0, _send_twice, (data, flag), POINTERS2, N=N)
+        run.submit(1, _receive, (data, flag, out), POINTERS3, SEM="acquire", SCOPE="sys", N=2 * N)
+        run.run()
+        races = run.weak.races()
+        assert races, seed
+        offsets = [int(race.split("data + ")[1].split()[0]) for race in races]
+        assert min(offsets) >= 4 * N, races
+        assert (out[:N] == WANTED).all()
+
+
+@triton.jit
+def _store_plain_then_coherent(data):
+    tl.store(data, 5)
+    tl.debug_barrier()
+    tl.store(data, 9)
+
+
+@pytest.mark.parametrize("scope", ["SCOPE_DEV", "SCOPE_SYS"])
+def test_stores_of_different_scopes_stay_in_order(scope):
+    def edit(text):
+        lines = text.splitlines()
+        last = max(i for i, line in enumerate(lines) if "_store_b32" in line)
+        lines[last] += f" scope:{scope}"
+        # nothing but the coherent store itself may push the plain one
+        return "\n".join(line for line in lines if "s_wait_storecnt" not in line)
+
+    for seed in range(6):
+        for home in (0, 1):
+            run = Litmus(seed)
+            data = run.buffer(home, 1)
+            run.submit(0, _store_plain_then_coherent, (data,), ("*i32",), edit=edit)
+            run.run()
+            if home == 0 or scope == "SCOPE_SYS":
+                assert data[0] == 9
+            run.weak.drain()
+            assert data[0] == 9
+
+
+@triton.jit
+def _publish(data, flag, rounds, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    for i in range(rounds):
+        tl.store(data + offs, offs + i)
+        tl.debug_barrier()
+        tl.atomic_xchg(flag, i + 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def _read_late(data, flag, out, rounds, SEM: tl.constexpr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    while tl.atomic_add(flag, 0, sem=SEM, scope="gpu") < rounds:
+        pass
+    tl.debug_barrier()
+    tl.store(out + offs, tl.load(data + offs))
+
+
+@pytest.mark.parametrize("sem", ["acquire", "relaxed"])
+def test_old_stores_are_kept_for_those_who_have_not_acquired(sem):
+    rounds = 60
+    for seed in BROKEN_SEEDS:
+        run = Litmus(seed, num_devices=1)
+        data, flag, out = run.buffer(0, N), run.buffer(0, 1), run.buffer(0, N)
+        run.submit(0, _read_late, (data, flag, out, rounds), (*POINTERS3, "i32"), SEM=sem, N=N)
+        run.submit(0, _publish, (data, flag, rounds), (*POINTERS2, "i32"), N=N)
+        run.run()
+        if sem == "acquire":
+            assert run.weak.races() == [], seed
+            assert (out == np.arange(N) + rounds - 1).all()
+        else:
+            assert any("acquire of agent scope" in race for race in run.weak.races()), seed
