@@ -1,11 +1,10 @@
 """Triton kernels on CPU tensors through the driver, against torch."""
 
-import gc
+import mmap
 import os
 import subprocess
 import sys
 import threading
-from multiprocessing import shared_memory
 from pathlib import Path
 
 import pytest
@@ -219,15 +218,16 @@ def test_all_reduce_of_several_pes(n, arch, seed):
     assert local_world(n, arch=arch, seed=seed).run(_all_reduce, 3, 8, 1000) == [0] * n
 
 
-def peer(name, me, rounds):
-    """One side of a ping-pong and an all-reduce over memory that two processes share."""
-    memory = shared_memory.SharedMemory(name=name)
-    words = torch.frombuffer(memory.buf, dtype=torch.int32)
-    emulator.activate("gfx1201")
+def peer(path, me, rounds):
+    """One side of a ping-pong and an all-reduce over memory that two processes share: (last flag, wrong elements)."""
+    with open(path, "r+b") as file:
+        memory = mmap.mmap(file.fileno(), 0)
+    words = torch.frombuffer(memory, dtype=torch.int32)
+    active = emulator.activate("gfx1201")
     try:
         kernels.ping_pong[(1,)](words, torch.zeros(1, dtype=torch.int32), me, rounds, num_warps=1)
         base, space = words.data_ptr(), 4096 + 2 * 8 * 1000 * 2
-        emulator.allow(emulator.current_device(), base, len(memory.buf), "shared memory")
+        emulator.allow(emulator.current_device(), base, len(memory), "shared memory")
         bases = torch.tensor([base + 4096, base + 4096 + space])
         wrong = 0
         for it in range(3):
@@ -235,30 +235,26 @@ def peer(name, me, rounds):
             out = nan(8, 1000, dtype=torch.bfloat16)
             kernels.all_reduce[(4,)](bases, xs[me], out, me, 2, 1000, 8, 8 * (it + 1), BLOCK=512)
             wrong += int((out != (xs[0].float() + xs[1].float()).bfloat16()).sum())
+        emulator.disallow(emulator.current_device(), base)
         return int(words[0]), wrong
     finally:
-        triton.runtime.driver.active.deactivate()
-        del words
-        gc.collect()
-        memory.close()
+        active.deactivate()
 
 
-def test_processes_meet_in_shared_memory():
-    memory = shared_memory.SharedMemory(create=True, size=1 << 17)
-    memory.buf[:] = bytes(len(memory.buf))
+def test_processes_meet_in_shared_memory(tmp_path):
+    path = tmp_path / "memory"
+    path.write_bytes(bytes(1 << 17))
     code = (
-        f"from tests.emulator.test_triton_kernels import peer; import sys; sys.exit(peer({memory.name!r}, 1, 2000)[1])"
+        f"import sys\nfrom tests.emulator import test_triton_kernels as t\nsys.exit(t.peer({str(path)!r}, 1, 300)[1])"
     )
     env = {**os.environ, "PYTHONWARNINGS": "ignore"}
     other = subprocess.Popen([sys.executable, "-c", code], env=env, cwd=Path(__file__).parent.parent.parent)
     try:
-        assert peer(memory.name, 0, 2000) == (4000, 0)
+        assert peer(path, 0, 300) == (600, 0)
         assert other.wait(60) == 0
     finally:
         other.kill()
         other.wait()
-        memory.close()
-        memory.unlink()
 
 
 @archs(*ARCHS)
