@@ -177,6 +177,10 @@ def context() -> torch.Tensor:
 _NO_RDMA = "cannot {}: this world has no RDMA provider; put the buffer on the symmetric heap (shmem_malloc)"
 
 
+# a wait of the device library ends first, with a record that says more
+_GRACE_S = 1.0
+
+
 def _integer(name: str, value: Any) -> int:
     try:
         return operator.index(value)
@@ -211,6 +215,7 @@ def _open(bootstrap: Any, settings: env.Settings) -> None:
 def _attach_emulator(here: state.PeState) -> Callable[[], None]:
     """Make this process's kernels run on the emulated device and let them touch the heaps."""
     from mori_triton import emulator
+    from mori_triton.emulator import scheduler
     from mori_triton.emulator.device import device as device_of
 
     driver = emulator.activate(here.settings.arch)
@@ -220,7 +225,11 @@ def _attach_emulator(here: state.PeState) -> Callable[[], None]:
     for region in regions:
         emulator.allow(device, region.address, region.num_bytes, region.name)
 
+    # a kernel that spins on its own, not in a wait of the device library, ends as well
+    scheduler.bind(scheduler.Parallel(here.timeout_s + _GRACE_S))
+
     def detach() -> None:
+        scheduler.bind(None)
         device_of(device).set_global(abi.CONTEXT_SYMBOL, bytes(8))
         for region in regions:
             emulator.disallow(device, region.address)

@@ -39,6 +39,12 @@ def waits_for_nothing_kernel(ctx, signal_ptr, TAG: tl.constexpr):
 
 
 @triton.jit
+def spinning_kernel(ptr):
+    while tl.atomic_add(ptr, 0) == 0:
+        pass
+
+
+@triton.jit
 def stray_kernel(ptr):
     tl.store(ptr.to(tl.pointer_type(tl.int32)), 1)
 
@@ -132,6 +138,7 @@ def kernel_errors():
             f"waiting for PE 1: allocation 0+16 of PE {here.pe}, expected >= 5, saw 0",
             here.heap.check_errors,
         )
+        raises(PeerTimeout, "spinning_kernel", lambda: spinning_kernel[(1,)](word))
         raises(KernelFault, "stray_kernel", lambda: stray_kernel[(1,)](here.heap.base + here.heap.num_bytes))
     mori.shmem_barrier_all()
     say("kernel errors")
