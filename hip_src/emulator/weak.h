@@ -90,7 +90,7 @@ struct WeakLaunch {
   u64 wait_releases;     // a store that has been waited for is at the device
   u64 homes, num_homes;  // u64 triples (start, end, device), sorted
   u64 groups;            // WeakGroup of each workgroup in flight, else 0
-  u64 num_groups, ended;
+  u64 num_groups, started, ended;  // workgroups
   u64 previous, next;             // launches in flight
   u64 acquired, acquired_system;  // its start
   u64 unreleased;                 // list of versions of its ended workgroups; 0: not started
@@ -337,7 +337,7 @@ void compute_floors(WeakSystem* s) {
   // workgroups that have not started yet see what their launch does
   for (u64 p = s->launches; p; p = reinterpret_cast<WeakLaunch*>(p)->next) {
     auto* l = reinterpret_cast<WeakLaunch*>(p);
-    lower(l->device, l->acquired, l->acquired_system);
+    if (l->started < l->num_groups) lower(l->device, l->acquired, l->acquired_system);
   }
   for (u64 p = s->groups; p; p = reinterpret_cast<WeakGroup*>(p)->next) {
     auto* g = reinterpret_cast<WeakGroup*>(p);
@@ -475,6 +475,7 @@ COLD WeakGroup* start_group(WeakSystem* s, WeakLaunch* l, Wave* w) {
   }
   auto* g = reinterpret_cast<WeakGroup*>(p);
   g->id = static_cast<u32>(++s->num_groups);
+  l->started++;
   g->ended = 0;
   g->views = l->acquire_per_wave ? static_cast<u32>(w->launch->num_waves) : 1;
   g->device = static_cast<u32>(l->device);

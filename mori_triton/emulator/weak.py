@@ -68,7 +68,7 @@ class _Launch(ctypes.Structure):
 
     _fields_ = [
         *_words("system device number acquire_per_wave release_per_wave wait_releases homes num_homes groups"),
-        *_words("num_groups ended previous next acquired acquired_system unreleased"),
+        *_words("num_groups started ended previous next acquired acquired_system unreleased"),
     ]
 
 

@@ -578,8 +578,8 @@ def test_memory_used_again_and_again(arch):
         run.weak.raise_races()
         for pe in range(num):
             assert (outs[pe] == 1000 * ((pe - rounds) % num) + rounds).all(), seed
-        # no word keeps more than a few of its stores
-        assert run.weak._system.pool_used < 20_000
+        # stores that everybody has are forgotten: not every one of the 600 words keeps its last 8
+        assert run.weak._system.pool_used < 2500
 
 
 @triton.jit
