@@ -174,9 +174,7 @@ class Memory(Lds):
         return kinds is not None
 
     def fence_kinds(self, ins: Inst, base: str) -> list[int] | None:
-        # without operands the parser takes the first modifier for one
-        texts = " ".join([*ins.ops, *map(str, ins.mods)])
-        level = self.scope({**dict.fromkeys(ins.ops, True), **ins.mods}, atomic=False)
+        level = self.scope(ins.mods, atomic=False)
         if re.match(r"global_(wb|inv|wbinv)$", base) or base in ("buffer_wbl2", "buffer_inv"):
             kinds = []
             if "wb" in base and level:
@@ -189,7 +187,7 @@ class Memory(Lds):
             return [WAIT_STORES] if waited == 0 else []
         if base == "s_waitcnt":
             # waits are frequent here (loads use the same counter) and only matter after a write-back
-            waited = "vmcnt(0)" in texts or texts.strip() == "0"
+            waited = "vmcnt(0)" in ins.text or re.fullmatch(r"s_waitcnt 0(x0)?", ins.text)
             return [WAIT_STORES] if waited and self.writes_back else []
         return None
 
