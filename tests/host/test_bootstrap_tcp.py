@@ -139,14 +139,12 @@ def test_latecomer_with_a_taken_rank_does_not_disturb():
 def test_i13_missing_pes_are_named_within_the_limit():
     unique_id = new_unique_id()
     start = time.monotonic()
-    errors = run_threads(
-        4, lambda pe: error_of(TcpBootstrap, unique_id, pe, 4, timeout_s=0.3) if pe in (0, 2) else None
-    )
-    assert 0.25 < time.monotonic() - start < 3
+    errors = run_threads(4, lambda pe: error_of(TcpBootstrap, unique_id, pe, 4, timeout_s=1) if pe in (0, 2) else None)
+    assert 0.9 < time.monotonic() - start < 5
     for pe in (0, 2):
         assert isinstance(errors[pe], PeerTimeout)
         assert f"PE {pe} of 4" in str(errors[pe])
-        assert "PEs 1, 3 of 4 did not join within 0.3 s" in str(errors[pe])
+        assert "PEs 1, 3 of 4 did not join within 1 s" in str(errors[pe])
     # one who comes after that hears the same
     with pytest.raises(PeerTimeout, match=r"PEs 1, 3|cannot reach|lost the connection"):
         TcpBootstrap(unique_id, 1, 4, timeout_s=1)
@@ -156,17 +154,17 @@ def test_d20_collective_without_one_pe():
     unique_id = new_unique_id()
 
     def program(pe):
-        boot = TcpBootstrap(unique_id, pe, 3, timeout_s=0.3)
+        boot = TcpBootstrap(unique_id, pe, 3, timeout_s=1)
         boot.barrier()
         if pe == 1:
-            time.sleep(0.8)
+            time.sleep(1.6)
             return error_of(boot.barrier, "too late"), None
         return error_of(boot.barrier, "the meeting"), error_of(boot.barrier, "another")
 
     results = run_threads(3, program)
     for pe in (0, 1, 2):
         assert isinstance(results[pe][0], PeerTimeout)
-        assert "PE 1 did not take part in the meeting (number 1) within 0.3 s" in str(results[pe][0])
+        assert "PE 1 did not take part in the meeting (number 1) within 1 s" in str(results[pe][0])
     # the world is over, for every call and at once
     assert "PE 1 did not take part in the meeting" in str(results[0][1])
 

@@ -75,10 +75,10 @@ def test_different_calls_are_named_and_the_group_goes_on():
 
 
 def test_d20_missing_pe_is_named_within_the_limit():
-    group = ThreadGroup(4, timeout_s=0.2)
+    group = ThreadGroup(4, timeout_s=0.5)
     start = time.monotonic()
     errors = run_threads(4, lambda pe: None if pe in (1, 3) else error_of(group.bootstrap(pe).barrier, "the meeting"))
-    assert 0.15 < time.monotonic() - start < 3
+    assert 0.4 < time.monotonic() - start < 5
     for pe in (0, 2):
         assert isinstance(errors[pe], PeerTimeout)
         assert "the meeting (collective 0)" in str(errors[pe])

@@ -85,6 +85,7 @@ def unique_id_world(rank, n, unique_id):
     # a limit set now comes too late for this world
     os.environ["MORI_TRITON_WAIT_TIMEOUT"] = "0.2"
     assert state.current().timeout_s == 30
+    del os.environ["MORI_TRITON_WAIT_TIMEOUT"]
     assert mori.shmem_finalize() == 0
     raises(StateError, "finalized", mori.shmem_finalize)
     say("unique id")
@@ -148,6 +149,7 @@ def main():
     rank, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     unique_id_world(rank, n, bytes.fromhex(sys.argv[1]))
     group_world(rank, n)
+    os.environ["MORI_TRITON_WAIT_TIMEOUT"] = "0.2"
     mori.shmem_torch_process_group_init(dist.group.WORLD)
     kernel_errors()
     if rank == 2:

@@ -392,3 +392,27 @@ def test_one_process_world_on_the_emulated_device(monkeypatch, tmp_path):
             shmem.shmem_torch_process_group_init("default")
     finally:
         dist.destroy_process_group()
+
+
+def world_program(pe):
+    """Init and finalize as code written for MORI does it, in a world where all is set up already."""
+    seen = []
+    for _ in range(3):
+        assert shmem.shmem_torch_process_group_init("default") == 0
+        tensor = shmem.mori_shmem_create_tensor((8,), torch.int32)
+        tensor.fill_(pe)
+        shmem.shmem_barrier_all()
+        seen.append([int(shmem.symm_mori_shmem_tensor(tensor, peer)[3]) for peer in range(shmem.shmem_npes())])
+        shmem.shmem_barrier_all()
+        assert shmem.shmem_finalize() == 0
+    return seen
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_inside_local_world(seed):
+    from mori_triton.world import local_world
+
+    assert local_world(3, heap_size="1M", seed=seed).run(world_program) == [[[0, 1, 2]] * 3] * 3
+    # finalize or not, and a heap that the program asks too much of
+    with pytest.raises(HeapError, match='heap_size="3M"'):
+        local_world(2, heap_size="1M", seed=seed).run(lambda pe: shmem.shmem_malloc(2 << 20))
