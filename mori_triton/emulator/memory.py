@@ -9,6 +9,7 @@ moves the data. What differs between instructions of one data type is packed int
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -183,16 +184,17 @@ class Memory(Lds):
                 kinds.append((INVALIDATE_WORKGROUP, INVALIDATE_AGENT, INVALIDATE_SYSTEM)[level])
             return kinds
         if base in ("s_wait_storecnt", "s_wait_storecnt_dscnt"):
-            waited = int(ins.ops[0], 0) >> (8 if base.endswith("dscnt") else 0)
-            return [WAIT_STORES] if waited == 0 else []
+            count = int(ins.ops[0], 0) >> (8 if base.endswith("dscnt") else 0)
+            return [WAIT_STORES] if count == 0 else []
         if base == "s_waitcnt":
-            # waits are frequent here (loads use the same counter) and only matter after a write-back
-            waited = "vmcnt(0)" in ins.text or re.fullmatch(r"s_waitcnt 0(x0)?", ins.text)
+            # frequent, as loads use the same counter; without a write-back in the kernel it releases nothing
+            waited = "vmcnt(0)" in ins.text or bool(re.fullmatch(r"s_waitcnt 0(x0)?", ins.text))
             return [WAIT_STORES] if waited and self.writes_back else []
         return None
 
-    @property
+    @functools.cached_property
     def writes_back(self) -> bool:
+        """Does the kernel write its device's cache back (gfx9)?"""
         return any(i.mn == "buffer_wbl2" for i in self.p.insts)
 
     def wave_end(self) -> None:
