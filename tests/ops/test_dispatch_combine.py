@@ -8,6 +8,7 @@ import random
 from typing import Any
 
 import pytest
+import triton
 
 from mori_triton import local_world
 from tests.ops.cases import Case, check_case, run_case
@@ -76,7 +77,11 @@ OTHER_GPUS = (
 )
 
 
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "gfx1250"])
+# Triton 3.6 cannot assemble these kernels for gfx1250: it miscounts preloaded arguments
+ARCHS = ["gfx942", "gfx950", *([] if triton.__version__.startswith("3.6.") else ["gfx1250"])]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("case", OTHER_GPUS, ids=str)
 def test_other_gpus(case: Case, arch: str) -> None:
     run(case, arch=arch)

@@ -34,7 +34,8 @@ from tests.ops.mutants import Library, Mutant, SourceMutant, mutated_kernel, sou
 
 pytestmark = pytest.mark.cpu
 
-ARCHS = ("gfx1201", "gfx942", "gfx1250")
+# Triton 3.6 cannot assemble the kernels for gfx1250: it miscounts preloaded arguments
+ARCHS = ("gfx1201", "gfx942", *(() if triton.__version__.startswith("3.6.") else ("gfx1250",)))
 SEEDS = range(16)
 ROUNDS = 2
 # rows wide enough that both waves of a program move a part of each, tokens enough for several programs
@@ -253,7 +254,7 @@ def test_weakened_library(
     assert caught, f"{mutant}: not caught; its code differs on {differs}, seeds {SEEDS}"
 
 
-@pytest.mark.parametrize(("module", "mutant"), SOURCE_MUTANTS, ids=lambda value: str(value).replace(" ", "_"))
+@pytest.mark.parametrize(("module", "mutant"), SOURCE_MUTANTS, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_weakened_kernel(
     module: Any, mutant: SourceMutant, bench: Bench, originals: dict[str, dict[str, list[str]]], tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from mori_triton.device import shmem
-from mori_triton.ops.kernels.rows import as_words, row_offset
+from mori_triton.ops.kernels.rows import as_bits, as_words, row_offset
 
 
 @triton.jit(do_not_specialize=["top_k", "num_rows", "row_units", "num_pieces"])
@@ -93,11 +93,11 @@ def combine_reduce_kernel(
             for k in range(top_k):
                 target = tl.load(forward_ptr + row_offset(token, top_k) + k)
                 if target >= 0:
-                    # a translated pointer carries no alignment
-                    there = tl.multiple_of(shmem.remote_ptr(ctx, combine_in_ptr, target // capacity), 16)
+                    there = as_bits(shmem.remote_ptr(ctx, combine_in_ptr, target // capacity))
                     there += row_offset(target % capacity, hidden)
-                    row_sum += tl.load(there + offs, mask=mask, other=0.0).to(tl.float32)
-            out = tl.multiple_of(out_ptr, 16) + row_offset(token, hidden)
+                    bits = tl.load(there + offs, mask=mask, other=0)
+                    row_sum += bits.to(out_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
+            out = out_ptr + row_offset(token, hidden)
             tl.store(out + offs, row_sum.to(out_ptr.dtype.element_ty), mask=mask)
             if combine_in_weights_ptr is not None:  # noqa: SIM102 - Triton decides this one while compiling
                 if piece == 0:

@@ -21,3 +21,16 @@ def as_words(ptr, ALIGN: tl.constexpr):
         words = tl.cast(ptr, tl.pointer_type(tl.int8), bitcast=True)
     # a translated pointer carries no alignment, and without the hint a copy falls to single words
     return tl.multiple_of(words, ALIGN)
+
+
+@triton.jit
+def as_bits(ptr):
+    """The elements of a region (16-byte aligned) as integers of their width, to be loaded and cast back.
+
+    The hint needs an operation of its own to hold on to: on the result of a call it is lost when the call is inlined.
+    """
+    if ptr.dtype.element_ty.primitive_bitwidth == 32:
+        bits = tl.cast(ptr, tl.pointer_type(tl.int32), bitcast=True)
+    else:
+        bits = tl.cast(ptr, tl.pointer_type(tl.int16), bitcast=True)
+    return tl.multiple_of(bits, 16)
