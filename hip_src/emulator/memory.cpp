@@ -278,6 +278,20 @@ template <class U> INLINE U larger(U a, U b, bool is_signed) {
   return (is_signed ? static_cast<S>(a) > static_cast<S>(b) : a > b) ? a : b;
 }
 
+// IEEE half in integer arithmetic: not every host has instructions for it, and its library function may be missing
+INLINE float from_half(u32 h) {
+  const u32 m = h & 0x7FFF;
+  const float x = m < 0x7C00 ? __builtin_bit_cast(float, m << 13) * 0x1p112f : __builtin_bit_cast(float, 0x7F800000 | (m & 0x3FF) << 13);
+  return __builtin_bit_cast(float, __builtin_bit_cast(u32, x) | (h & 0x8000) << 16);
+}
+INLINE u32 to_half(float x) {
+  const u32 u = __builtin_bit_cast(u32, x), m = u & 0x7FFFFFFF;
+  u32 h = (m - 0x38000000 + 0xFFF + (m >> 13 & 1)) >> 13;
+  if (m < 0x38800000) h = __builtin_bit_cast(u32, __builtin_bit_cast(float, m) + 0.5f) - 0x3F000000;  // rounds to 2^-24
+  if (m >= 0x477FF000) h = m > 0x7F800000 ? 0x7E00 : 0x7C00;
+  return h | (u >> 16 & 0x8000);
+}
+
 // sum of the halves of two words, each rounded to nearest even; bf16: bfloat16, else IEEE half
 INLINE u32 add_halves(u32 a, u32 b, bool bf16) {
   u32 result = 0;
@@ -288,8 +302,7 @@ INLINE u32 add_halves(u32 a, u32 b, bool bf16) {
       u32 u = __builtin_bit_cast(u32, x);
       sum = x != x ? u >> 16 | 0x40 : (u + 0x7FFF + (u >> 16 & 1)) >> 16;
     } else {
-      auto half = [](u32 h) { return static_cast<float>(__builtin_bit_cast(_Float16, static_cast<u16>(h))); };
-      sum = __builtin_bit_cast(u16, static_cast<_Float16>(half(a >> shift) + half(b >> shift)));
+      sum = to_half(from_half(a >> shift) + from_half(b >> shift));
     }
     result |= sum << shift;
   }

@@ -326,6 +326,10 @@ def test_packed_float_atomics(program, kind):
         dtype
     )
     data[5], data[6], data[7] = float("inf"), float("nan"), 0.0
+    # sums that are denormal, tie, overflow
+    small, top = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
+    memory[8:16] = torch.tensor([small, small / 4, -small / 8, 1.0, 1.0, top, top, -top]).to(dtype)
+    data[8:16] = torch.tensor([-small / 2, small / 8, 0, 2**-11, 3 * 2**-11, top, top / 8192, -top / 2048]).to(dtype)
     want = memory + data
     prepare(wave, memory.view(torch.uint8).numpy(), 0, np.arange(W) * 4, 4096)
     wave.v[20] = data.view(torch.int32).numpy().view(np.uint32)
