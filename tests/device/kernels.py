@@ -9,37 +9,39 @@ from mori_triton.device import externs, shmem
 
 
 @triton.jit(do_not_specialize=["dst", "src", "num_bytes", "pe", "sig", "value", "op", "which"])
-def copy_kernel(ctx, out, dst, src, num_bytes, pe, sig, value, op, which):
-    """Every ctx-first copy. out: int64 [1]; dst, src, sig: addresses."""
+def copy_kernel(ctx, out, dst, src, num_bytes, pe, sig, value, op, which, FULL: tl.constexpr):
+    """Every ctx-first copy, or (not FULL) one of each kind. out: int64 [1]; dst, src, sig: addresses."""
     result = tl.cast(-7, tl.int32)
     if which == 0:
         result = shmem.put(ctx, dst, src, num_bytes, pe)
     elif which == 1:
-        result = shmem.get(ctx, dst, src, num_bytes, pe)
-    elif which == 2:
-        result = shmem.put_signal(ctx, dst, src, num_bytes, sig, value, op, pe)
-    elif which == 3:
-        result = externs.ctx_put_thread(ctx, dst, src, num_bytes, pe)
-    elif which == 4:
         result = externs.ctx_put_warp(ctx, dst, src, num_bytes, pe)
-    elif which == 5:
-        result = externs.ctx_get_thread(ctx, dst, src, num_bytes, pe)
-    elif which == 6:
+    elif which == 2:
         result = externs.ctx_get_warp(ctx, dst, src, num_bytes, pe)
-    elif which == 7:
-        result = shmem.put_nbi(ctx, dst, src, num_bytes, pe)
-    elif which == 8:
-        result = externs.ctx_put_nbi_warp(ctx, dst, src, num_bytes, pe)
-    elif which == 9:
-        result = externs.ctx_put_nbi_thread(ctx, dst, src, num_bytes, pe)
-    elif which == 10:
-        result = externs.ctx_put_signal_warp(ctx, dst, src, num_bytes, sig, value, op, pe)
-    elif which == 11:
-        result = externs.ctx_put_signal_thread(ctx, dst, src, num_bytes, sig, value, op, pe)
+    elif which == 3:
+        result = shmem.put_signal(ctx, dst, src, num_bytes, sig, value, op, pe)
+    elif FULL:
+        if which == 4:
+            result = shmem.get(ctx, dst, src, num_bytes, pe)
+        elif which == 5:
+            result = externs.ctx_get_thread(ctx, dst, src, num_bytes, pe)
+        elif which == 6:
+            result = externs.ctx_put_thread(ctx, dst, src, num_bytes, pe)
+        elif which == 7:
+            result = shmem.put_nbi(ctx, dst, src, num_bytes, pe)
+        elif which == 8:
+            result = externs.ctx_put_nbi_warp(ctx, dst, src, num_bytes, pe)
+        elif which == 9:
+            result = externs.ctx_put_nbi_thread(ctx, dst, src, num_bytes, pe)
+        elif which == 10:
+            result = externs.ctx_put_signal_warp(ctx, dst, src, num_bytes, sig, value, op, pe)
+        elif which == 11:
+            result = externs.ctx_put_signal_thread(ctx, dst, src, num_bytes, sig, value, op, pe)
     tl.store(out, result.to(tl.int64))
 
 
-PUTS, GETS, SIGNALS = (0, 3, 4, 7, 8, 9), (1, 5, 6), (2, 10, 11)
+# values of `which`; those up to PART need no FULL
+PUTS, GETS, SIGNALS, PART = (0, 1, 6, 7, 8, 9), (2, 4, 5), (3, 10, 11), 3
 
 
 @triton.jit
