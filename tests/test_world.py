@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -261,6 +262,24 @@ def test_the_world_is_usable_after_a_failure():
     with pytest.raises(ZeroDivisionError):
         world.run(lambda pe: 1 // (1 - pe))
     assert world.run(ring, 1) == [True, True]
+
+
+def test_ctrl_c_ends_the_world():
+    def program(pe):
+        spin_kernel[(1,)](torch.zeros(1, dtype=torch.int32), num_warps=1)
+
+    threads = set(threading.enumerate())
+    timer = threading.Timer(1.0, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        local_world(2, timeout_s=60).run(program)
+    timer.join()
+    for _ in range(50):
+        if set(threading.enumerate()) <= threads:
+            break
+        time.sleep(0.1)
+    assert set(threading.enumerate()) <= threads
+    assert local_world(2).run(ring, 1) == [True, True]
 
 
 @pytest.mark.parametrize("seed", [None, 1])

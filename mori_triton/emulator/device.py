@@ -75,6 +75,9 @@ class Device:
                 self.modules.remove(module)
 
 
+# Triton keys what it has compiled by device number: those of real GPUs must not be taken
+FIRST_NUMBER = 4096
+
 _devices: list[Device] = []
 _by_slot: dict[tuple[str, int], Device] = {}
 _lock = threading.Lock()
@@ -83,7 +86,7 @@ _lock = threading.Lock()
 def _get(arch: str, slot: int) -> Device:
     device = _by_slot.get((arch, slot))
     if device is None:
-        device = Device(len(_devices), arch, slot)
+        device = Device(FIRST_NUMBER + len(_devices), arch, slot)
         _devices.append(device)
         _by_slot[arch, slot] = device
     return device
@@ -117,17 +120,19 @@ def acquire(arch: str, n: int) -> list[Device]:
 
 
 def release(devices: list[Device]) -> None:
-    """Give devices back; what was allowed on them is forgotten, loaded kernels stay."""
+    """Give devices back; what was allowed on them is forgotten."""
     with _lock:
         for device in devices:
             device.label, device._ranges, device.ranges, device.in_use = "", {}, [], False
+            device._globals = {}
 
 
 def device(number: int) -> Device:
     """The device with this number. Raises `ArgumentError`."""
-    if not 0 <= number < len(_devices):
-        raise ArgumentError(f"device: want a number below {len(_devices)}, got {number}")
-    return _devices[number]
+    if not 0 <= number - FIRST_NUMBER < len(_devices):
+        known = f"{FIRST_NUMBER} to {FIRST_NUMBER + len(_devices) - 1}" if _devices else "none yet"
+        raise ArgumentError(f"device: want the number of an emulated device ({known}), got {number}")
+    return _devices[number - FIRST_NUMBER]
 
 
 def nearest(ranges: list[tuple[int, int, str]], address: int) -> str:

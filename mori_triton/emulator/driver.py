@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -22,10 +23,12 @@ from mori_triton.emulator import device as devices
 from mori_triton.emulator import scheduler
 from mori_triton.emulator.device import Device
 from mori_triton.emulator.launch import Launch
-from mori_triton.emulator.module import Module, load_code
+from mori_triton.emulator.module import Code, Module, load_code
 from mori_triton.errors import ArgumentError, StateError
 
 _thread = threading.local()
+# code by the path of its text, which holds the hash of everything that Triton made it from
+_texts: dict[str, Code] = {}
 
 
 def set_device(number: int | None) -> None:
@@ -76,7 +79,10 @@ class _Utils:
                 "unset TRITON_STORE_BINARY_ONLY (and clear Triton's cache)"
             )
         device = devices.device(number)
-        module = Module(load_code(Path(path).read_text()), number)
+        code = _texts.get(path)
+        if code is None:
+            code = _texts[path] = load_code(Path(path).read_text())
+        module = Module(code, number)
         device.add(module)
         return module, module, module.code.num_vregs, 0, 1024
 
@@ -157,18 +163,22 @@ class _Launcher:
 class _OneAtATime:
     """Stands before `triton.compiler.compile`: threads compile one after another.
 
-    All but the first of those that want the same kernel then find it in Triton's cache, and CPython's `ast.parse` (3.11)
-    is not safe in several threads. The lock is held while compiling only, never while a kernel runs.
+    All but the first of those that want the same kernel then find it in Triton's cache, and CPython's `ast.parse` (of
+    3.11) is not safe in several threads. The lock is held while compiling only, never while a kernel runs.
     """
 
     _lock = threading.RLock()
+    # everything compiled so, ever: a JITFunction keeps the object that stood here when it was first used
+    kernels: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
 
     def __init__(self, compile: Callable):
         self.compile = compile
 
     def __call__(self, src: Any, target: Any = None, options: Any = None, **kwargs: Any) -> Any:
         with self._lock:
-            return self.compile(src, target=target, options=options, **kwargs)
+            kernel = self.compile(src, target=target, options=options, **kwargs)
+        self.kernels.add(kernel)
+        return kernel
 
 
 class EmulatedDriver(DriverBase):
@@ -181,7 +191,7 @@ class EmulatedDriver(DriverBase):
         self._users = 0
         self._lock = threading.Lock()
         self._before: Any = None
-        self._compile: Any = None
+        self._compile: _OneAtATime | None = None
 
     def hold(self) -> None:
         """Make this Triton's active driver, if it is not yet. Each `hold` needs a `deactivate` or `release`."""
@@ -196,8 +206,7 @@ class EmulatedDriver(DriverBase):
                 return
             self._before = triton.runtime.driver._active
             _chain(self.utils.on_load)
-            self._compile = triton.compiler.compile
-            triton.compiler.compile = _OneAtATime(self._compile)
+            self._compile = triton.compiler.compile = _OneAtATime(triton.compiler.compile)
             triton.runtime.driver.set_active(self)
 
     def release(self) -> None:
@@ -209,12 +218,18 @@ class EmulatedDriver(DriverBase):
             if self._users:
                 return
             _unchain(self.utils.on_load)
-            if isinstance(triton.compiler.compile, _OneAtATime):
-                triton.compiler.compile = self._compile
+            assert self._compile is not None
+            if triton.compiler.compile is self._compile:
+                triton.compiler.compile = self._compile.compile
+            # a kernel that dies later would ask whatever driver is active then to unload what we loaded
+            for kernel in list(_OneAtATime.kernels):
+                if isinstance(kernel.module, Module):
+                    self.utils.unload_module(kernel.module)
+                    kernel.module = kernel.function = kernel._run = None
             # somebody else's driver stays
             if triton.runtime.driver._active is self:
                 triton.runtime.driver._active = self._before
-            self._before = self._compile = None
+            self._before = None
 
     def deactivate(self) -> None:
         """Undo the last `activate`."""
