@@ -13,23 +13,21 @@ from collections.abc import Callable
 from functools import cache
 
 from tests.emulator.pcode_num import BINARY, BUILTINS, Num, SignedZero, cast, decode, encode
-
-_TOKEN = re.compile(
-    r"\s+|//[^\n]*"
-    r"|(?P<cast>\d+'(?:BF|[UIFB])(?!\w))"
-    r"|(?P<num>\d+'(?:0x[0-9a-fA-F]+|\d+(?:\.\d+)?)[UIFB]?|0x[0-9a-fA-F]+(?:ULL|LL|U)?|\d+\.\d+F?|\d+(?:ULL|LL|U)?)"
-    r"|(?P<name>[A-Za-z_]\w*)"
-    r"|(?P<op>\*\*|\+:|<<|>>|<=|>=|==|!=|<>|&&|\|\||\+=|-=|\|=|[-+*/%&|^~!<>=?:;,.(){}\[\]])"
+from tests.emulator.pcode_views import (
+    CONSTANTS,
+    KINDS,
+    VIEW,
+    Env,
+    Node,
+    Slice,
+    View,
+    bit_not,
+    concat,
+    literal,
+    negate,
+    store,
+    tokenize,
 )
-_KINDS = {"f": "F", "bf": "BF", "u": "U", "i": "I", "b": "B"}
-_VIEW = re.compile(r"(bf|f|u|i|b)(\d+)$")
-_INF = float("inf")
-# name -> double; `.f32` behind it picks the width. Rounded to nearest even, an underflow is 0 and an overflow infinity
-_CONSTANTS = {"INF": _INF, "NAN": float("nan"), "PI": 3.141592653589793, "UNDERFLOW_F32": 0.0, "OVERFLOW_F32": _INF}
-_CONSTANTS |= {"UNDERFLOW_F64": 0.0, "OVERFLOW_F64": _INF, "UNDERFLOW_F16": 0.0, "OVERFLOW_F16": _INF}
-
-Env = dict
-Node = Callable[[Env], Num]
 
 
 class _Return(Exception):
@@ -38,107 +36,6 @@ class _Return(Exception):
 
 class _Break(Exception):
     pass
-
-
-def tokenize(text: str) -> list[tuple[str, str]]:
-    out, at = [], 0
-    while at < len(text):
-        m = _TOKEN.match(text, at)
-        if not m or m.end() == at:
-            raise SyntaxError(f"pseudocode: {text[at : at + 20]!r}")
-        at = m.end()
-        if m.lastgroup:
-            out.append((m.lastgroup, m[m.lastgroup]))
-    return [*out, ("end", "")]
-
-
-def _literal(text: str) -> Num:
-    width, kind = 32, "I"
-    m = re.match(r"(\d+)'(.*?)([UIFB]?)$", text) if "'" in text else None
-    if m:
-        width, text = int(m[1]), m[2]
-        kind = m[3] or ("F" if "." in text else "B")
-    elif text.endswith("ULL"):
-        width, kind, text = 64, "U", text[:-3]
-    elif text.endswith("LL"):
-        width, kind, text = 64, "I", text[:-2]
-    elif text.startswith("0x"):
-        kind, text = "U", text.rstrip("U")
-        width = 32 if int(text, 16) < 1 << 32 else 64
-    elif text.endswith("U"):
-        kind, text = "U", text[:-1]
-    elif "." in text:
-        width, kind = (32, "F") if text.endswith("F") else (64, "F")
-        text = text.rstrip("F")
-    if kind == "F":
-        return Num(encode(float(text), width), width, "F")
-    return Num(int(text, 0), width, kind)
-
-
-def _convert(x: Num, width: int, kind: str) -> Num:
-    """What an assignment to a typed place stores."""
-    if kind == "F" and x.kind == "F":
-        return cast(x, width, "F")
-    if x.kind == "R":
-        return Num(encode(x.bits, width), width, kind)
-    if kind in ("U", "I") and x.kind in ("U", "I"):
-        return Num(x.value(), width, kind)
-    return Num(x.bits, width, kind)
-
-
-def _reverse(bits: int, width: int) -> int:
-    return int(format(bits, f"0{width}b")[::-1], 2)
-
-
-class _View:
-    """`.u32`"""
-
-    def __init__(self, width: int, kind: str) -> None:
-        self.width, self.kind = width, kind
-
-    def get(self, env: Env, x: Num) -> Num:
-        if self.kind == "F" and x.kind == "F" and x.width != self.width:
-            return cast(x, self.width, "F")
-        return Num(x.bits, self.width, self.kind)
-
-    def put(self, env: Env, x: Num, new: Num) -> Num:
-        new, mask = _convert(new, self.width, self.kind), (1 << self.width) - 1
-        return Num((x.bits & ~mask) | new.bits, max(x.width, self.width), x.kind)
-
-
-class _Slice:
-    """`[high : low]`, `[base +: count]` or `[bit]`; arrays are indexed. high < low reverses the bits."""
-
-    def __init__(self, first: Node, second: Node | None, mode: str) -> None:
-        self.first, self.second, self.mode = first, second, mode
-
-    def bounds(self, env: Env) -> tuple[int, int, bool]:
-        a = self.first(env).value()
-        if self.mode == "bit":
-            return a, a, False
-        b = self.second(env).value()
-        if self.mode == "+:":
-            return a + b - 1, a, False
-        return (a, b, False) if a >= b else (b, a, True)
-
-    def get(self, env: Env, x):
-        if isinstance(x, (list, dict)):
-            return x[self.first(env).value()]
-        high, low, reverse = self.bounds(env)
-        width = high - low + 1
-        bits = x.bits >> low & ((1 << width) - 1)
-        return Num(_reverse(bits, width) if reverse else bits, width, "U" if x.kind in "FI" else x.kind)
-
-    def put(self, env: Env, x, new: Num):
-        if isinstance(x, (list, dict)):
-            x[self.first(env).value()] = new
-            return x
-        high, low, reverse = self.bounds(env)
-        width = high - low + 1
-        bits = new.bits & ((1 << width) - 1)
-        bits = _reverse(bits, width) if reverse else bits
-        mask = ((1 << width) - 1) << low
-        return Num((x.bits & ~mask) | bits << low, max(x.width, high + 1), x.kind)
 
 
 class Parser:
@@ -304,13 +201,13 @@ class Parser:
         name, views = self.take(), []
         while self.peek() in (".", "["):
             if self.accept("."):
-                m = _VIEW.match(self.peek())
+                m = VIEW.match(self.peek())
                 if m:
                     self.take()
-                    views.append(_View(int(m[2]), _KINDS[m[1]]))
+                    views.append(View(int(m[2]), KINDS[m[1]]))
                 elif self.peek() in ("fp8", "bf8"):
                     self.take()
-                    views.append(_View(8, "B"))
+                    views.append(View(8, "B"))
                 else:
                     name += "." + self.take()
             else:
@@ -319,7 +216,7 @@ class Parser:
                 mode = "bit" if self.peek() == "]" else self.take()
                 b = None if mode == "bit" else self.expression()
                 self.take("]")
-                views.append(_Slice(a, b, mode))
+                views.append(Slice(a, b, mode))
         return name, views
 
     def assignment(self, path: tuple[str, list]) -> Callable[[Env], None]:
@@ -328,7 +225,7 @@ class Parser:
         if op != "=":
             old, fn, new = self.read(name, views), dict(_OPERATORS)[op[0]], value
             value = lambda env: fn(op[0], old(env), new(env))  # noqa: E731
-        return lambda env: _store(env, name, views, value(env))
+        return lambda env: store(env, name, views, value(env))
 
     def chained(self) -> Node | None:
         """The `b = value` of `a = b = value`, as an expression; None, and nothing read, if it is not there."""
@@ -355,7 +252,7 @@ class Parser:
             bits = value(env).bits
             for name, views in reversed(places):
                 width = views[-1].width
-                _store(env, name, views, Num(bits, width, "B"))
+                store(env, name, views, Num(bits, width, "B"))
                 bits >>= width
 
         return run
@@ -390,18 +287,18 @@ class Parser:
     def unary(self) -> Node:
         if self.peek() in "+-" and self.tokens[self.at + 1][1].startswith("0.0"):
             negative = self.take() == "-"
-            zero = _literal(self.take())
+            zero = literal(self.take())
             x = SignedZero(int(negative) << (zero.width - 1), zero.width, "F")
             return lambda env: x
         if self.accept("~"):
             a = self.unary()
-            return lambda env: _not(a(env))
+            return lambda env: bit_not(a(env))
         if self.accept("!"):
             a = self.unary()
             return lambda env: Num(int(not a(env)), 1, "U")
         if self.accept("-"):
             a = self.unary()
-            return lambda env: _negate(a(env))
+            return lambda env: negate(a(env))
         if self.accept("+"):
             return self.unary()
         return self.primary()
@@ -410,7 +307,7 @@ class Parser:
         kind, text = self.tokens[self.at]
         if kind == "num":
             self.take()
-            x = _literal(text)
+            x = literal(text)
             return lambda env: x
         if kind == "cast":
             width, to = self.take().split("'")
@@ -427,7 +324,7 @@ class Parser:
             while self.accept(","):
                 parts.append(self.expression())
             self.take("}")
-            return lambda env: _concat([p(env) for p in parts])
+            return lambda env: concat([p(env) for p in parts])
         if kind == "name":
             if self.tokens[self.at + 1][1] == "(":
                 return self.call()
@@ -453,9 +350,9 @@ class Parser:
         if name == "DENORM":
             denorm = Num(0, 64, "DENORM")
             return lambda env: denorm
-        if name in _CONSTANTS:
+        if name in CONSTANTS:
             width = views[0].width if views else 32 if name.endswith("32") else 64
-            constant = Num(encode(_CONSTANTS[name], width), width, "F")
+            constant = Num(encode(CONSTANTS[name], width), width, "F")
             return lambda env: constant
         if not views:
             return lambda env: env[name]
@@ -470,41 +367,6 @@ class Parser:
 
 
 _OPERATORS = [(op, fn) for ops, fn in BINARY for op in ops]
-
-
-def _store(env: Env, name: str, views: list, value: Num) -> None:
-    if not views:
-        old = env.get(name)
-        # a declared or register place keeps its type
-        env[name] = _convert(value, old.width, old.kind) if isinstance(old, Num) and name in _TYPED else value
-        return
-    stack = [env.get(name, Num(0, 64, "B"))]
-    for v in views[:-1]:
-        stack.append(v.get(env, stack[-1]))
-    for v, x in zip(reversed(views), reversed(stack), strict=True):
-        value = v.put(env, x, value)
-    env[name] = value
-
-
-# registers: assigning to the bare name keeps 64 bits
-_TYPED = frozenset({"D0", "D1", "VCC", "EXEC", "SCC"})
-
-
-def _not(x: Num) -> Num:
-    return Num(~x.bits, x.width, x.kind)
-
-
-def _negate(x: Num) -> Num:
-    if x.kind == "F":
-        return Num(x.bits ^ 1 << (x.width - 1), x.width, "F")
-    return Num(-x.value(), x.width, x.kind)
-
-
-def _concat(parts: list[Num]) -> Num:
-    bits, width = 0, 0
-    for p in parts:
-        bits, width = bits << p.width | p.bits, width + p.width
-    return Num(bits, width, "B")
 
 
 @cache
@@ -534,8 +396,8 @@ class Pseudocode:
         """A built-in function of this document, or `v_max_num_f32(a, b)`: another instruction on other sources."""
         if name in self.functions:
             return self.functions[name]
-        kind = _VIEW.search(name.rsplit("_", 1)[-1])
-        width, letter = int(kind[2]), _KINDS[kind[1]]
+        kind = VIEW.search(name.rsplit("_", 1)[-1])
+        width, letter = int(kind[2]), KINDS[kind[1]]
 
         def call(*args: Num) -> Num:
             env = {f"S{i}": a for i, a in enumerate(args)} | {"D0": Num(0, 64, "B"), "WAVE_MODE.IEEE": Num(1, 1, "U")}
