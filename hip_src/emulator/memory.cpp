@@ -483,7 +483,9 @@ void mori_emu_weak_forget(WeakSystem* s, u64 low, u64 high, u64 device) {
     for (u64 k = 0; k < PAGE_WORDS; k++) {
       Word* word = page->words + k;
       u64 a = page->address + 4 * k;
-      if (word->count && a + 4 > low && a < high && word->home != device) clear(s, word);
+      if (!word->count || a + 4 <= low || a >= high || word->home == device) continue;
+      // memory that a kernel still stores to is no reused memory, just shared between devices
+      if (device == NEVER || all_home(s, word)) clear(s, word);
     }
   };
   constexpr u64 bytes = 4 * PAGE_WORDS;

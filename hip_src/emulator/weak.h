@@ -185,17 +185,21 @@ void clear(WeakSystem* s, Word* word) {
   word->count = 0;
 }
 
+// every version is in real memory
+bool all_home(WeakSystem* s, const Word* word) {
+  for (u32 i = word->newest; i; i = version(s, i).older) {
+    const Version& v = version(s, i);
+    if ((v.device == word->home ? v.at_device : v.at_system) == NEVER) return false;
+  }
+  return true;
+}
+
 // the host has written the word: its bytes are what everybody sees
 void check_host(WeakSystem* s, Word* word) {
   u32 seen = real(word), changed = seen ^ word->expected;
   if (!changed) return;
-  bool all_home = true;
-  for (u32 i = word->newest; i; i = version(s, i).older) {
-    Version& v = version(s, i);
-    all_home &= (v.device == word->home ? v.at_device : v.at_system) != NEVER;
-  }
   word->expected = seen;
-  if (all_home) {
+  if (all_home(s, word)) {
     clear(s, word);
     word->baseline = seen;
     return;

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from mori_triton.emulator import jit, weak
+from mori_triton.emulator.machine import Event
 from mori_triton.errors import ArgumentError, KernelFault, WeakMemoryError
 from tests.emulator.litmus import Litmus
 
@@ -702,3 +703,19 @@ def test_old_stores_are_kept_for_those_who_have_not_acquired(sem):
             assert (out == np.arange(N) + rounds - 1).all()
         else:
             assert any("acquire of agent scope" in race for race in run.weak.races()), seed
+
+
+def test_an_array_that_two_devices_were_given():
+    """Ordinary memory belongs to the device that stores to it, also when another one is about to use it."""
+    for seed in range(6):
+        run = Litmus(seed)
+        shared, out = np.zeros(N, np.int32), run.buffer(1, N)
+        for d in run.devices:
+            d.allow(shared.ctypes.data, shared.nbytes, "shared")
+        run.submit(0, _fill, (shared,), ("*i32",), N=N)
+        if run.machine.run(seed * 5) == Event.FINISHED:
+            run.machine.finished()
+        run.submit(1, _read, (shared, out), POINTERS2, N=N)
+        run.run()
+        assert (shared == WANTED).all(), seed
+        assert all(x in (0, w) for x, w in zip(out, WANTED, strict=True))
