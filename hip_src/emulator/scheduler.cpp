@@ -157,6 +157,10 @@ u32 mori_emulator_run(Scheduler* s, u64 limit) {
     // take a wave off the list
     if (s->random) {
       if (s->num_ready == 0) return STUCK;
+      if (s->switches - s->quiet_checked > 64 + 16 * s->num_ready) {
+        s->quiet_checked = s->switches;
+        if (quiet(s)) return QUIET;
+      }
       u64 x = s->rng;
       x ^= x << 13;
       x ^= x >> 7;
@@ -206,10 +210,6 @@ u32 mori_emulator_run(Scheduler* s, u64 limit) {
     }
     if (status == RUNNING || status == SLEEPING) {
       push(s, w);
-      if (s->random && s->quiet_polls && s->switches - s->quiet_checked > 64 + 16 * s->num_ready) {
-        s->quiet_checked = s->switches;
-        if (quiet(s)) return QUIET;
-      }
       continue;
     }
 

@@ -280,6 +280,17 @@ def test_polling_for_ever_becomes_quiet():
     assert all("k, workgroup" in line and "line " in line for line in lines)
 
 
+def test_polling_between_barriers_becomes_quiet():
+    """Shorter between barriers than any quantum: no turn ends but at a barrier."""
+    body = SPIN.replace("\ts_cmp_eq_u32 s5, 0", "\ts_barrier_signal -1\n\ts_barrier_wait -1\n\ts_cmp_eq_u32 s5, 0")
+    m = Machine(5, quantum=(50, 60))
+    m.submit(launch.Launch(kernel(body, args=[POINTER]), (2, 1, 1), [np.zeros(1, np.uint32)], num_warps=2))
+    for _ in range(20):
+        if (event := m.run(100_000)) != Event.LIMIT:
+            break
+    assert event == Event.QUIET
+
+
 def test_a_barrier_that_cannot_be_met_is_reported():
     # the first wave waits at a barrier, the second only sleeps
     m, x = Machine(5), launch.Launch(kernel(BARRIER_OF_SOME), (1, 1, 1), [], num_warps=2)
