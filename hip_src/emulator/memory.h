@@ -21,7 +21,7 @@ INLINE WaveMemory* memory_of(Wave* w) { return reinterpret_cast<WaveMemory*>(rei
 
 enum Fault : u32 { OUTSIDE = 1, LDS_OUTSIDE = 2, MISALIGNED = 3, SCRATCH_OUTSIDE = 5, LDS_MISALIGNED = 6, ARENA_FULL = 7 };
 
-// `how` of every access: bits as packed by memory.py
+// `how` of every access: bits as packed by accesses.py
 enum Mode : u32 { BASE_AND_OFFSET = 0, ADDRESS = 1, BUFFER = 2, BUFFER_OFFSET = 3, SCRATCH = 4, SCRATCH_OFFSET = 5, LOCAL = 6 };
 enum Scope : u32 { WORKGROUP = 0, AGENT = 1, SYSTEM = 2 };
 INLINE Mode mode_of(u64 how) { return static_cast<Mode>(how & 7); }
