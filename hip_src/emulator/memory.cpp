@@ -1,30 +1,37 @@
 // Memory instructions of the emulated device: one function per data type, called by the lifted kernels.
 //
-// Each returns 1, or 0 after it has noted a fault in the wave. Consecutive lanes and lanes that share one address are checked
-// once and copied as vectors; anything else goes lane by lane, lowest lane first.
+// Each returns 1, or 0 after it has noted a fault in the wave. Consecutive lanes and lanes that share one address are
+// checked once and copied as vectors; anything else goes lane by lane, lowest lane first.
 #include "atomics.h"
 #include "weak.h"
 
 namespace {
 
 // data types: BYTES of a lane in memory, registers it takes
-template <int N> struct Whole {
+template <int N>
+struct Whole {
   static constexpr int BYTES = N, POSITION = -1;
 };
 using B32 = Whole<4>;
 using B64 = Whole<8>;
 using B96 = Whole<12>;
 using B128 = Whole<16>;
-template <class T, int SHIFT = -1> struct Small {  // SHIFT: position in a register whose other half stays, -1: whole register
+template <class T, int SHIFT = -1>
+struct Small {  // SHIFT: position in a register whose other half stays, -1: whole register
   static constexpr int BYTES = sizeof(T);
   using Type = T;
   static constexpr int POSITION = SHIFT;
 };
-template <class T> constexpr bool is_small = T::BYTES < 4;
+template <class T>
+constexpr bool is_small = T::BYTES < 4;
 
-template <class T> INLINE u32 extend(T x) { return static_cast<u32>(static_cast<i32>(x)); }
+template <class T>
+INLINE u32 extend(T x) {
+  return static_cast<u32>(static_cast<i32>(x));
+}
 
-template <class S> INLINE void put_small(u32& reg, typename S::Type x) {
+template <class S>
+INLINE void put_small(u32& reg, typename S::Type x) {
   if constexpr (S::POSITION < 0) {
     reg = extend(x);
   } else {
@@ -33,7 +40,8 @@ template <class S> INLINE void put_small(u32& reg, typename S::Type x) {
 }
 
 // one lane: memory at a -> lane l of the registers
-template <int W, class T> INLINE void load_lane(u32* reg, int l, u64 a) {
+template <int W, class T>
+INLINE void load_lane(u32* reg, int l, u64 a) {
   if constexpr (is_small<T>) {
     put_small<T>(reg[l], get<typename T::Type>(a));
   } else if constexpr (T::BYTES == 4) {
@@ -49,7 +57,8 @@ template <int W, class T> INLINE void load_lane(u32* reg, int l, u64 a) {
   }
 }
 
-template <int W, class T> INLINE void store_lane(const u32* reg, int l, u64 a) {
+template <int W, class T>
+INLINE void store_lane(const u32* reg, int l, u64 a) {
   if constexpr (is_small<T>) {
     set<typename T::Type>(a, static_cast<typename T::Type>(reg[l] >> (T::POSITION < 0 ? 0 : T::POSITION)));
   } else if constexpr (T::BYTES == 8) {
@@ -60,7 +69,8 @@ template <int W, class T> INLINE void store_lane(const u32* reg, int l, u64 a) {
 }
 
 // memory holds lane after lane, registers hold word after word
-template <int W, int N> INLINE void lanes_to_registers(u32* reg, const u32* packed) {
+template <int W, int N>
+INLINE void lanes_to_registers(u32* reg, const u32* packed) {
   if constexpr (N == 2) {
     for (int l = 0; l < W; l += 8) {
       Words<16> x = words_at<16>(packed + 2 * l);
@@ -81,17 +91,22 @@ template <int W, int N> INLINE void lanes_to_registers(u32* reg, const u32* pack
   }
 }
 
-template <int W, int N> INLINE void registers_to_lanes(u32* packed, const u32* reg) {
+template <int W, int N>
+INLINE void registers_to_lanes(u32* packed, const u32* reg) {
   if constexpr (N == 2) {
     for (int l = 0; l < W; l += 8) {
       Words<8> a = words_at<8>(reg + l), b = words_at<8>(reg + W + l);
-      put_words<16>(packed + 2 * l, __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15));
+      put_words<16>(packed + 2 * l,
+                    __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15));
     }
   } else if constexpr (N == 4) {
     for (int l = 0; l < W; l += 4) {
-      Words<4> a = words_at<4>(reg + l), b = words_at<4>(reg + W + l), c = words_at<4>(reg + 2 * W + l), d = words_at<4>(reg + 3 * W + l);
-      Words<8> ab = __builtin_shufflevector(a, b, 0, 4, 1, 5, 2, 6, 3, 7), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5, 2, 6, 3, 7);
-      put_words<16>(packed + 4 * l, __builtin_shufflevector(ab, cd, 0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
+      Words<4> a = words_at<4>(reg + l), b = words_at<4>(reg + W + l), c = words_at<4>(reg + 2 * W + l),
+               d = words_at<4>(reg + 3 * W + l);
+      Words<8> ab = __builtin_shufflevector(a, b, 0, 4, 1, 5, 2, 6, 3, 7),
+               cd = __builtin_shufflevector(c, d, 0, 4, 1, 5, 2, 6, 3, 7);
+      put_words<16>(packed + 4 * l,
+                    __builtin_shufflevector(ab, cd, 0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
     }
   } else {
     for (int l = 0; l < W; l++)
@@ -100,7 +115,8 @@ template <int W, int N> INLINE void registers_to_lanes(u32* packed, const u32* r
 }
 
 // consecutive lanes first .. last, no gap
-template <int W, class T> INLINE void load_run(u32* reg, const Access<W>& a) {
+template <int W, class T>
+INLINE void load_run(u32* reg, const Access<W>& a) {
   const int count = a.last - a.first + 1;
   if constexpr (is_small<T>) {
     using Type = typename T::Type;
@@ -138,7 +154,8 @@ template <int W, class T> INLINE void load_run(u32* reg, const Access<W>& a) {
   }
 }
 
-template <int W, class T> INLINE void store_run(const u32* reg, const Access<W>& a) {
+template <int W, class T>
+INLINE void store_run(const u32* reg, const Access<W>& a) {
   const int count = a.last - a.first + 1;
   if constexpr (is_small<T>) {
     using Type = typename T::Type;
@@ -226,7 +243,8 @@ INLINE u32 load(Wave* w, const u32* v, u32* reg, u64 base, u64 how, i32 offset, 
     case Access<W>::GENERAL:
       for_lanes(a.lanes, [&](int l) { load_lane<W, T>(reg, l, a.addresses[l]); });
       break;
-    case Access<W>::NONE: break;
+    case Access<W>::NONE:
+      break;
   }
   return 1;
 }
@@ -244,7 +262,8 @@ INLINE u32 store(Wave* w, const u32* v, const u32* reg, u64 base, u64 how, i32 o
       bool good = r.g || fault(w, ARENA_FULL, how, a.base, T::BYTES);
       for_lanes(a.lanes, [&](int l) {
         store_lane<W, T>(reg, l, reinterpret_cast<u64>(bytes));
-        if (good && !weak_store(r, a.address(l), T::BYTES, how, bytes)) good = fault(w, ARENA_FULL, how, a.address(l), T::BYTES);
+        if (good && !weak_store(r, a.address(l), T::BYTES, how, bytes))
+          good = fault(w, ARENA_FULL, how, a.address(l), T::BYTES);
       });
       return good;
     }
@@ -257,11 +276,14 @@ INLINE u32 store(Wave* w, const u32* v, const u32* reg, u64 base, u64 how, i32 o
         for_lanes(a.lanes, [&](int l) { store_lane<W, T>(reg, l, a.base + (l - a.first) * T::BYTES); });
       }
       break;
-    case Access<W>::UNIFORM: store_lane<W, T>(reg, a.last, a.base); break;
+    case Access<W>::UNIFORM:
+      store_lane<W, T>(reg, a.last, a.base);
+      break;
     case Access<W>::GENERAL:
       for_lanes(a.lanes, [&](int l) { store_lane<W, T>(reg, l, a.addresses[l]); });
       break;
-    case Access<W>::NONE: break;
+    case Access<W>::NONE:
+      break;
   }
   return 1;
 }
@@ -269,7 +291,8 @@ INLINE u32 store(Wave* w, const u32* v, const u32* reg, u64 base, u64 how, i32 o
 // data: one register pair per word of the type; compare-and-swap takes the new value, then the one to compare with.
 // The operation's top bit (128): a signed comparison.
 template <int W, class U>
-INLINE u32 atomic(Wave* w, const u32* v, const u32* data, u64 base, u64 how, i32 offset, u32 limit, Mask<W> exec, u32* out) {
+INLINE u32 atomic(Wave* w, const u32* v, const u32* data, u64 base, u64 how, i32 offset, u32 limit, Mask<W> exec,
+                  u32* out) {
   Access<W> a;
   constexpr int BYTES = sizeof(U), WORDS = BYTES / 4;
   if (!resolve<W, BYTES>(a, w, v, base, how, offset, limit, exec)) return 0;
@@ -301,7 +324,9 @@ INLINE u32 atomic(Wave* w, const u32* v, const u32* data, u64 base, u64 how, i32
     } else if (__builtin_expect(weak, 0)) {
       U fresh;
       u64 before;
-      if (!weak_atomic(r, at, BYTES, how, &before, [&](u64 seen) -> u64 { return fresh = apply<U>(operation, is_signed, static_cast<U>(seen), x, compare); })) {
+      if (!weak_atomic(r, at, BYTES, how, &before, [&](u64 seen) -> u64 {
+            return fresh = apply<U>(operation, is_signed, static_cast<U>(seen), x, compare);
+          })) {
         good = fault(w, ARENA_FULL, how, at, BYTES);
         return;
       }
@@ -328,20 +353,27 @@ INLINE u32 atomic(Wave* w, const u32* v, const u32* data, u64 base, u64 how, i32
 }  // namespace
 
 #define ARGUMENTS(W) Wave *w, const u32 *v, u32 *reg, u64 base, u64 how, i32 offset, u32 limit, Mask<W> exec
-#define LOAD(NAME, W, ...) \
-  u32 mori_emu_load_##NAME##_w##W(ARGUMENTS(W)) { return load<W, __VA_ARGS__>(w, v, reg, base, how, offset, limit, exec); }
-#define STORE(NAME, W, ...) \
-  u32 mori_emu_store_##NAME##_w##W(ARGUMENTS(W)) { return store<W, __VA_ARGS__>(w, v, reg, base, how, offset, limit, exec); }
-#define ATOMIC(NAME, W, U) \
-  u32 mori_emu_atomic_##NAME##_w##W(ARGUMENTS(W), u32* out) { return atomic<W, U>(w, v, reg, base, how, offset, limit, exec, out); }
-#define ALL(W) \
-  LOAD(u8, W, Small<u8>) LOAD(i8, W, Small<signed char>) LOAD(u16, W, Small<u16>) LOAD(i16, W, Small<short>) \
-  LOAD(b32, W, B32) LOAD(b64, W, B64) LOAD(b96, W, B96) LOAD(b128, W, B128) \
-  LOAD(d16_b16, W, Small<u16, 0>) LOAD(d16_hi_b16, W, Small<u16, 16>) LOAD(d16_u8, W, Small<u8, 0>) \
-  LOAD(d16_hi_u8, W, Small<u8, 16>) LOAD(d16_i8, W, Small<signed char, 0>) LOAD(d16_hi_i8, W, Small<signed char, 16>) \
-  STORE(b8, W, Small<u8>) STORE(b16, W, Small<u16>) STORE(d16_hi_b8, W, Small<u8, 16>) STORE(d16_hi_b16, W, Small<u16, 16>) \
-  STORE(b32, W, B32) STORE(b64, W, B64) STORE(b96, W, B96) STORE(b128, W, B128) \
-  ATOMIC(32, W, u32) ATOMIC(64, W, u64)
+#define LOAD(NAME, W, ...)                                                  \
+  u32 mori_emu_load_##NAME##_w##W(ARGUMENTS(W)) {                           \
+    return load<W, __VA_ARGS__>(w, v, reg, base, how, offset, limit, exec); \
+  }
+#define STORE(NAME, W, ...)                                                  \
+  u32 mori_emu_store_##NAME##_w##W(ARGUMENTS(W)) {                           \
+    return store<W, __VA_ARGS__>(w, v, reg, base, how, offset, limit, exec); \
+  }
+#define ATOMIC(NAME, W, U)                                               \
+  u32 mori_emu_atomic_##NAME##_w##W(ARGUMENTS(W), u32* out) {            \
+    return atomic<W, U>(w, v, reg, base, how, offset, limit, exec, out); \
+  }
+#define ALL(W)                                                                                                      \
+  LOAD(u8, W, Small<u8>)                                                                                            \
+  LOAD(i8, W, Small<signed char>) LOAD(u16, W, Small<u16>) LOAD(i16, W, Small<short>) LOAD(b32, W, B32)             \
+      LOAD(b64, W, B64) LOAD(b96, W, B96) LOAD(b128, W, B128) LOAD(d16_b16, W, Small<u16, 0>)                       \
+          LOAD(d16_hi_b16, W, Small<u16, 16>) LOAD(d16_u8, W, Small<u8, 0>) LOAD(d16_hi_u8, W, Small<u8, 16>)       \
+              LOAD(d16_i8, W, Small<signed char, 0>) LOAD(d16_hi_i8, W, Small<signed char, 16>)                     \
+                  STORE(b8, W, Small<u8>) STORE(b16, W, Small<u16>) STORE(d16_hi_b8, W, Small<u8, 16>)              \
+                      STORE(d16_hi_b16, W, Small<u16, 16>) STORE(b32, W, B32) STORE(b64, W, B64) STORE(b96, W, B96) \
+                          STORE(b128, W, B128) ATOMIC(32, W, u32) ATOMIC(64, W, u64)
 
 extern "C" {
 extern const u64 mori_emu_weak_layout[];
@@ -408,5 +440,8 @@ void mori_emu_weak_forget(WeakSystem* s, u64 low, u64 high, u64 device) {
   }
 }
 
-const u64 mori_emu_weak_layout[] = {sizeof(WeakSystem), __builtin_offsetof(WeakSystem, starved), sizeof(Race), sizeof(WeakLaunch), sizeof(Version), PAGE_STRIDE, WAVE_MEMORY};
+const u64 mori_emu_weak_layout[] = {sizeof(WeakSystem), __builtin_offsetof(WeakSystem, starved),
+                                    sizeof(Race),       sizeof(WeakLaunch),
+                                    sizeof(Version),    PAGE_STRIDE,
+                                    WAVE_MEMORY};
 }

@@ -1,7 +1,7 @@
 // What every memory instruction of the emulated device shares: bounds checks, faults, lane addresses, copies.
 //
-// A wave's vector register is W consecutive 32-bit words, one a lane. Global memory is host memory that other threads and
-// processes may use at the same time, so lane accesses of 4 and 8 aligned bytes are never split.
+// A wave's vector register is W consecutive 32-bit words, one a lane. Global memory is host memory that other threads
+// and processes may use at the same time, so lane accesses of 4 and 8 aligned bytes are never split.
 #pragma once
 #include "wave.h"
 
@@ -19,10 +19,25 @@ struct WaveMemory {
 constexpr u64 WAVE_MEMORY = 512 + 8 * 40;
 INLINE WaveMemory* memory_of(Wave* w) { return reinterpret_cast<WaveMemory*>(reinterpret_cast<u8*>(w) + WAVE_MEMORY); }
 
-enum Fault : u32 { OUTSIDE = 1, LDS_OUTSIDE = 2, MISALIGNED = 3, SCRATCH_OUTSIDE = 5, LDS_MISALIGNED = 6, ARENA_FULL = 7 };
+enum Fault : u32 {
+  OUTSIDE = 1,
+  LDS_OUTSIDE = 2,
+  MISALIGNED = 3,
+  SCRATCH_OUTSIDE = 5,
+  LDS_MISALIGNED = 6,
+  ARENA_FULL = 7
+};
 
 // `how` of every access: bits as packed by accesses.py
-enum Mode : u32 { BASE_AND_OFFSET = 0, ADDRESS = 1, BUFFER = 2, BUFFER_OFFSET = 3, SCRATCH = 4, SCRATCH_OFFSET = 5, LOCAL = 6 };
+enum Mode : u32 {
+  BASE_AND_OFFSET = 0,
+  ADDRESS = 1,
+  BUFFER = 2,
+  BUFFER_OFFSET = 3,
+  SCRATCH = 4,
+  SCRATCH_OFFSET = 5,
+  LOCAL = 6
+};
 enum Scope : u32 { WORKGROUP = 0, AGENT = 1, SYSTEM = 2 };
 INLINE Mode mode_of(u64 how) { return static_cast<Mode>(how & 7); }
 INLINE bool scaled(u64 how) { return how & 8; }
@@ -63,32 +78,59 @@ INLINE bool in_range(Wave* w, u64 a, u64 n) {
   return find_range(w, a, end);
 }
 
-template <int W> struct Types;
-template <> struct Types<32> { using Mask = u32; };
-template <> struct Types<64> { using Mask = u64; };
-template <int W> using Mask = typename Types<W>::Mask;
+template <int W>
+struct Types;
+template <>
+struct Types<32> {
+  using Mask = u32;
+};
+template <>
+struct Types<64> {
+  using Mask = u64;
+};
+template <int W>
+using Mask = typename Types<W>::Mask;
 
-template <int N> using Words = u32 __attribute__((ext_vector_type(N)));
-template <int N> using Flags = bool __attribute__((ext_vector_type(N)));
+template <int N>
+using Words = u32 __attribute__((ext_vector_type(N)));
+template <int N>
+using Flags = bool __attribute__((ext_vector_type(N)));
 
-template <int N> INLINE Words<N> words_at(const u32* p) {
+template <int N>
+INLINE Words<N> words_at(const u32* p) {
   Words<N> v;
   __builtin_memcpy(&v, p, sizeof v);
   return v;
 }
-template <int N> INLINE void put_words(u32* p, Words<N> v) { __builtin_memcpy(p, &v, sizeof v); }
+template <int N>
+INLINE void put_words(u32* p, Words<N> v) {
+  __builtin_memcpy(p, &v, sizeof v);
+}
 
-template <int W> INLINE Mask<W> equal_bits(Words<W> a, Words<W> b) {
+template <int W>
+INLINE Mask<W> equal_bits(Words<W> a, Words<W> b) {
   return __builtin_bit_cast(Mask<W>, __builtin_convertvector(a == b, Flags<W>));
 }
-alignas(64) constexpr u32 LANE_NUMBERS[64] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31,
-                                              32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
-template <int W> INLINE Words<W> lane_numbers() { return words_at<W>(LANE_NUMBERS); }
-template <class M> INLINE int lowest(M m) { return __builtin_ctzll(m); }
-template <class M> INLINE int highest(M m) { return 63 - __builtin_clzll(m); }
+alignas(64) constexpr u32 LANE_NUMBERS[64] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
+                                              16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31,
+                                              32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47,
+                                              48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
+template <int W>
+INLINE Words<W> lane_numbers() {
+  return words_at<W>(LANE_NUMBERS);
+}
+template <class M>
+INLINE int lowest(M m) {
+  return __builtin_ctzll(m);
+}
+template <class M>
+INLINE int highest(M m) {
+  return 63 - __builtin_clzll(m);
+}
 
-// Copies between host memory that others may use and private words. `words` at 4-byte aligned addresses; 8-byte lanes at
-// 8-byte aligned ones stay whole: every piece is at most 16 bytes and aligned to its size, which AVX hosts access at once.
+// Copies between host memory that others may use and private words. `words` at 4-byte aligned addresses; 8-byte lanes
+// at 8-byte aligned ones stay whole: every piece is at most 16 bytes and aligned to its size, which AVX hosts access at
+// once.
 using Piece = u32 __attribute__((ext_vector_type(4)));
 
 INLINE void pull(u32* to, u64 from, int words) {
@@ -135,13 +177,15 @@ INLINE void push(u64 to, const u32* from, int words) {
 }
 
 // one lane's access of T; whole when aligned
-template <class T> INLINE T get(u64 a) {
+template <class T>
+INLINE T get(u64 a) {
   if (__builtin_expect(a % sizeof(T) == 0, 1)) return __atomic_load_n(reinterpret_cast<const T*>(a), __ATOMIC_ACQUIRE);
   T v;
   __builtin_memcpy(&v, reinterpret_cast<const void*>(a), sizeof v);
   return v;
 }
-template <class T> INLINE void set(u64 a, T v) {
+template <class T>
+INLINE void set(u64 a, T v) {
   if (__builtin_expect(a % sizeof(T) == 0, 1)) {
     __atomic_store_n(reinterpret_cast<T*>(a), v, __ATOMIC_RELEASE);
   } else {
@@ -150,13 +194,14 @@ template <class T> INLINE void set(u64 a, T v) {
 }
 
 // Where the active lanes of an access point.
-template <int W> struct Access {
+template <int W>
+struct Access {
   enum Kind { NONE, RUN, UNIFORM, GENERAL } kind;
-  Mask<W> lanes;    // active lanes whose address is to be accessed
-  Mask<W> outside;  // active lanes past the end of a buffer: loads give 0, the rest is dropped
-  int first, last;  // lowest and highest lane of `lanes`
-  u64 base;         // address of lane `first`
-  u64 size;         // bytes a lane
+  Mask<W> lanes;     // active lanes whose address is to be accessed
+  Mask<W> outside;   // active lanes past the end of a buffer: loads give 0, the rest is dropped
+  int first, last;   // lowest and highest lane of `lanes`
+  u64 base;          // address of lane `first`
+  u64 size;          // bytes a lane
   u64 addresses[W];  // of each of `lanes`, when GENERAL
 
   bool dense() const {  // no gap between the first and the last lane
@@ -168,12 +213,14 @@ template <int W> struct Access {
   }
 };
 
-template <class M, class F> INLINE void for_lanes(M mask, F body) {
+template <class M, class F>
+INLINE void for_lanes(M mask, F body) {
   for (; mask; mask &= mask - 1) body(lowest(mask));
 }
 
 // Addresses of the active lanes and their checks; false: a fault was noted in the wave.
-// v: the offset or address register(s). offset: of the instruction. limit: bytes of a buffer or of a lane's scratch memory.
+// v: the offset or address register(s). offset: of the instruction. limit: bytes of a buffer or of a lane's scratch
+// memory.
 template <int W, int N>
 INLINE bool resolve(Access<W>& a, Wave* w, const u32* v, u64 base, u64 how, i32 offset, u32 limit, Mask<W> exec) {
   a.size = N;
@@ -195,7 +242,8 @@ INLINE bool resolve(Access<W>& a, Wave* w, const u32* v, u64 base, u64 how, i32 
     return good;
   }
   const u64 factor = scaled(how) ? N : 1, step = scaled(how) ? 1 : N, span = a.last - a.first;
-  const u64 shift = mode == BUFFER || mode == BUFFER_OFFSET ? static_cast<u64>(static_cast<u32>(offset)) : static_cast<u64>(static_cast<i64>(offset));
+  const u64 shift = mode == BUFFER || mode == BUFFER_OFFSET ? static_cast<u64>(static_cast<u32>(offset))
+                                                            : static_cast<u64>(static_cast<i64>(offset));
   u64 x0 = mode == BUFFER ? 0 : v[a.first];
   if (mode == BUFFER) {
     a.kind = Access<W>::UNIFORM;

@@ -1,8 +1,8 @@
 // Weak-memory mode: what a load may return when stores arrive late.
 //
-// A plain load may return every version of a word that became visible since the reader's last acquire. A version counts as
-// synchronised only if a *release* before that acquire covered it, so the outcome of a load depends on luck but the report
-// of a race does not. The rules in words: docs/emulator.md.
+// A plain load may return every version of a word that became visible since the reader's last acquire. A version counts
+// as synchronised only if a *release* before that acquire covered it, so the outcome of a load depends on luck but the
+// report of a race does not. The rules in words: docs/emulator.md.
 #pragma once
 #include "weak_versions.h"
 
@@ -124,8 +124,18 @@ Race race_with(const Reader& r, u64 a, const Version& v, Scope scope) {
     const bool fresh = v.device != device && v.released_system > r.s->acquired_system[device];
     missing = fresh ? SYSTEM_ACQUIRE : AGENT_ACQUIRE;
   }
-  return Race{a, 1, static_cast<u32>(r.l->number), r.pc, static_cast<u32>(r.w->group->number), r.wave,
-              v.launch, v.pc, v.number, v.wave, missing, 4};
+  return Race{a,
+              1,
+              static_cast<u32>(r.l->number),
+              r.pc,
+              static_cast<u32>(r.w->group->number),
+              r.wave,
+              v.launch,
+              v.pc,
+              v.number,
+              v.wave,
+              missing,
+              4};
 }
 
 COLD void note_race(Reader& r, u64 a, const Version& v, Scope scope) {
@@ -244,7 +254,8 @@ u32 read_word(Reader& r, Word* word, u8 m, Scope scope) {
 }
 
 // bytes [a, a + n) word by word: body(word address, mask of its bytes, bytes from the start of the access)
-template <class F> INLINE void for_words(u64 a, u32 n, F body) {
+template <class F>
+INLINE void for_words(u64 a, u32 n, F body) {
   for (u64 word = a & ~3ull; word < a + n; word += 4) {
     u8 m = 15;
     if (word < a) m &= static_cast<u8>(15 << (a - word));
@@ -309,7 +320,8 @@ bool put_bytes(Reader& r, Word* word, u32 value, u8 m, Scope scope) {
 
 }  // namespace
 
-// One lane's accesses; `reader` is called once per instruction. false (and a reader without a group): the arena is full.
+// One lane's accesses; `reader` is called once per instruction. false (and a reader without a group): the arena is
+// full.
 COLD inline void weak_load(Reader& r, u64 a, u32 n, u64 how, u8* out) { load_bytes(r, a, n, scope_of(how), out); }
 
 COLD inline bool weak_store(Reader& r, u64 a, u32 n, u64 how, const u8* bytes) {
@@ -324,7 +336,8 @@ COLD inline bool weak_store(Reader& r, u64 a, u32 n, u64 how, const u8* bytes) {
   return good;
 }
 
-template <class F> COLD inline bool weak_atomic(Reader& r, u64 a, u32 n, u64 how, u64* seen, F change) {
+template <class F>
+COLD inline bool weak_atomic(Reader& r, u64 a, u32 n, u64 how, u64* seen, F change) {
   const Scope scope = scope_of(how);
   Word* words[2] = {word_of(r, a, true), n == 8 ? word_of(r, a + 4, true) : nullptr};
   *seen = 0;
@@ -358,12 +371,20 @@ template <class F> COLD inline bool weak_atomic(Reader& r, u64 a, u32 n, u64 how
   if (fresh == *seen && scope != WORKGROUP)
     for (u32 i = 0; i < n / 4; i++) note_poll(r, words[i], 15, scope);
   for (u32 i = 0; i < n / 4; i++)
-    if (static_cast<u32>(fresh >> 32 * i) != static_cast<u32>(*seen >> 32 * i)) good = good && put_bytes(r, words[i], static_cast<u32>(fresh >> 32 * i), 15, scope);
+    if (static_cast<u32>(fresh >> 32 * i) != static_cast<u32>(*seen >> 32 * i))
+      good = good && put_bytes(r, words[i], static_cast<u32>(fresh >> 32 * i), 15, scope);
   return good;
 }
 
 // kinds of mori_emu_fence, as packed by accesses.py
-enum FenceKind : u32 { WAIT_STORES, WRITEBACK_AGENT, WRITEBACK_SYSTEM, INVALIDATE_WORKGROUP, INVALIDATE_AGENT, INVALIDATE_SYSTEM };
+enum FenceKind : u32 {
+  WAIT_STORES,
+  WRITEBACK_AGENT,
+  WRITEBACK_SYSTEM,
+  INVALIDATE_WORKGROUP,
+  INVALIDATE_AGENT,
+  INVALIDATE_SYSTEM
+};
 
 COLD inline void weak_fence(Wave* w, u32 kind) {
   Reader r = reader(w, 0);

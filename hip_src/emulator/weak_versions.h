@@ -1,28 +1,29 @@
 // Weak-memory mode: stores on their way from a workgroup to its device and on to the system.
 //
-// Every 4-byte word that a kernel has stored to keeps its recent stores ("versions") until nobody can miss them any more. A
-// version is private to its workgroup, then at its device, then at the system; it moves on at random moments and, at the
-// latest, at the releases that cover it.
+// Every 4-byte word that a kernel has stored to keeps its recent stores ("versions") until nobody can miss them any
+// more. A version is private to its workgroup, then at its device, then at the system; it moves on at random moments
+// and, at the latest, at the releases that cover it.
 #pragma once
 #include "memory.h"
 
 constexpr u64 NEVER = ~0ull;
 constexpr u64 PAGE_STRIDE = 8192;  // bytes between pages
-constexpr u32 NONE = 0;  // no version
+constexpr u32 NONE = 0;            // no version
 constexpr int MAX_DEVICES = 64, MAX_WAVES = 32, MAX_VERSIONS = 8, MAX_RACES = 64, MAX_STARVED = 32, PAGE_WORDS = 256;
 
 // one store to one word; also used as the head of the lists of versions that wait for a release
 struct Version {
-  u32 older;       // in the same word
-  u32 previous, next;  // in the list of its wave, workgroup (waited for, not released) or device (not released to the system)
+  u32 older;  // in the same word
+  u32 previous,
+      next;  // in the list of its wave, workgroup (waited for, not released) or device (not released to the system)
   u32 value;
   u8 bytes, device, wave, live;
   u32 group;   // unique number of the storing workgroup
   u32 number;  // its number in the grid
   u32 launch, pc;
-  u64 word;                                // Word
-  u64 at_device, at_system;                // when it arrived
-  u64 released_device, released_system;    // when a release covered it
+  u64 word;                              // Word
+  u64 at_device, at_system;              // when it arrived
+  u64 released_device, released_system;  // when a release covered it
 };
 
 struct Word {
@@ -89,9 +90,9 @@ struct WeakLaunch {
   u64 homes, num_homes;  // u64 triples (start, end, device), sorted
   u64 groups;            // WeakGroup of each workgroup in flight, else 0
   u64 num_groups, started, ended;  // workgroups
-  u64 previous, next;             // launches in flight
-  u64 acquired, acquired_system;  // its start
-  u64 unreleased;                 // list of versions of its ended workgroups; 0: not started
+  u64 previous, next;              // launches in flight
+  u64 acquired, acquired_system;   // its start
+  u64 unreleased;                  // list of versions of its ended workgroups; 0: not started
 };
 
 INLINE WeakLaunch* weak_launch(Wave* w) { return reinterpret_cast<WeakLaunch*>(memory_of(w)->weak); }
@@ -243,7 +244,8 @@ void arrive_system(WeakSystem* s, u32 i) {
     u32 first = i;
     for (u32 k = word->newest; k; k = version(s, k).older) {
       Version& b = version(s, k);
-      if (b.device == version(s, i).device && b.at_system == NEVER && b.at_device < version(s, first).at_device) first = k;
+      if (b.device == version(s, i).device && b.at_system == NEVER && b.at_device < version(s, first).at_device)
+        first = k;
     }
     Version& b = version(s, first);
     b.at_system = ++s->now;
@@ -279,7 +281,8 @@ void release_system(WeakSystem* s, u32 device) {
 // pages of words by address
 Page* page_of(WeakSystem* s, u64 a, bool make) {
   u64 base = a & ~static_cast<u64>(4 * PAGE_WORDS - 1);
-  if (s->last_page && reinterpret_cast<Page*>(s->last_page)->address == base) return reinterpret_cast<Page*>(s->last_page);
+  if (s->last_page && reinterpret_cast<Page*>(s->last_page)->address == base)
+    return reinterpret_cast<Page*>(s->last_page);
   auto** table = reinterpret_cast<Page**>(s->table);
   u64 h = (base * 0x9E3779B97F4A7C15ull >> 20) & s->table_mask;
   while (table[h] && table[h]->address != base) h = (h + 1) & s->table_mask;
@@ -372,7 +375,8 @@ u64 order(const Word* word, const Version& v, u32 device) {
 void drop_oldest(WeakSystem* s, Word* word) {
   u32 victim = NONE;
   for (u32 i = word->newest; i; i = version(s, i).older)
-    if (version(s, i).at_system != NEVER && (!victim || version(s, i).at_system < version(s, victim).at_system)) victim = i;
+    if (version(s, i).at_system != NEVER && (!victim || version(s, i).at_system < version(s, victim).at_system))
+      victim = i;
   if (!victim) {
     for (u32 i = word->newest; i; i = version(s, i).older) victim = i;
     arrive_system(s, victim);
