@@ -191,8 +191,15 @@ u32 mori_emulator_run(Scheduler* s, u64 limit) {
     s->switches++;
     s->hash = (s->hash ^ (w->wave_id << 32 ^ used << 3 ^ status)) * 0x9E3779B97F4A7C15ull;
 
-    // what kind of quantum was it?
-    u64 waited = w->polls - polls + (status == SLEEPING) + (status == BARRIER);
+    // what kind of quantum was it? A barrier is waiting too when a wave of the group polls between barriers
+    Group* g = w->group;
+    u64 waited = w->polls - polls + (status == SLEEPING);
+    g->polls += waited;
+    s->round_polls += waited;
+    if (status == BARRIER) {
+      waited += g->polls != t->seen_polls;
+      t->seen_polls = g->polls;
+    }
     if (w->changes != changes || status == DONE) s->epoch++;
     if (t->epoch != s->epoch) {
       t->epoch = s->epoch;
@@ -200,9 +207,7 @@ u32 mori_emulator_run(Scheduler* s, u64 limit) {
     }
     t->idle += waited;
     t->only_polled = w->changes == changes && waited && status != BARRIER;
-    // waves at a barrier wait for one that may poll
-    if (w->changes != changes || (!waited && status == RUNNING) || status == DONE) s->round_busy = 1;
-    s->round_polls += waited - (status == BARRIER);
+    if (w->changes != changes || !waited) s->round_busy = 1;
 
     if (status == FAULTED) {
       s->faulted = reinterpret_cast<u64>(w);
@@ -215,7 +220,6 @@ u32 mori_emulator_run(Scheduler* s, u64 limit) {
 
     // the wave ended or waits at a barrier
     Launch* l = w->launch;
-    Group* g = w->group;
     w->status = status;
     if (status == DONE) {
       g->done++;

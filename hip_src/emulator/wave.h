@@ -38,14 +38,16 @@ struct Wave {
 
 // scheduler's own words of a wave, at the end of the header so that the lifter's fields can grow
 struct WaveTail {
-  u64 epoch, idle;  // waiting events (polls, sleeps, barriers) since memory last changed
+  u64 epoch, idle;  // waiting events (polls, sleeps, barriers that follow them) since memory last changed
   u64 only_polled;  // the last quantum did nothing but poll
+  u64 seen_polls;   // the workgroup's polls at this wave's last barrier
 };
 constexpr u64 WAVE_TAIL = VREGS - sizeof(WaveTail);
 
 struct Group {
   u64 waves;  // address of the first wave
   u64 done, waiting, slot, number;
+  u64 polls;  // and sleeps, of all waves
 };
 
 struct Launch {

@@ -3,6 +3,7 @@
 import ctypes
 import itertools
 import math
+import time
 
 import numpy as np
 import pytest
@@ -98,7 +99,7 @@ def test_structures_agree_with_the_compiled_scheduler():
     words = (ctypes.c_uint64 * 12).from_address(_global("mori_emulator_layout"))
     control, state = launch.LaunchControl, machine.SchedulerState
     assert list(words) == [
-        lay.SCC, lay.COUNT, lay.FN, lay.LAUNCH, 512 + 8 * 21, lay.WEAK, 40, 32,
+        lay.SCC, lay.COUNT, lay.FN, lay.LAUNCH, 512 + 8 * 21, lay.WEAK, 48, 32,
         ctypes.sizeof(control), control.ended.offset, ctypes.sizeof(state), state.quiet_polls.offset,
     ]  # fmt: skip
 
@@ -289,6 +290,41 @@ def test_polling_between_barriers_becomes_quiet():
         if (event := m.run(100_000)) != Event.LIMIT:
             break
     assert event == Event.QUIET
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_many_barriers_are_no_standstill(seed):
+    """Work in registers and LDS between barriers, without a store for long, beside a workgroup that polls for its end."""
+    body = """
+\ts_load_b64 s[2:3], s[0:1], 0x0
+\tv_mov_b32_e32 v1, 0
+\tv_mov_b32_e32 v2, 1
+\ts_cmp_eq_u32 ttmp9, 0
+\ts_cbranch_scc1 poll
+\ts_movk_i32 s4, 0x3000
+work:
+\ts_barrier_signal -1
+\ts_barrier_wait -1
+\ts_add_i32 s4, s4, -1
+\ts_cmp_lg_u32 s4, 0
+\ts_cbranch_scc1 work
+\tglobal_atomic_add_u32 v1, v2, s[2:3] scope:SCOPE_SYS
+\ts_endpgm
+poll:
+\tglobal_load_b32 v3, v1, s[2:3] scope:SCOPE_SYS
+\tv_readfirstlane_b32 s5, v3
+\ts_cmp_eq_u32 s5, 0
+\ts_cbranch_scc1 poll
+\ts_endpgm
+"""
+    count, start = np.zeros(1, np.uint32), time.monotonic()
+    m, x = Machine(seed), launch.Launch(kernel(body, args=[POINTER]), (2, 1, 1), [count], num_warps=2)
+    m.submit(x)
+    while (event := m.run(10_000_000)) != Event.FINISHED:
+        assert event == Event.LIMIT
+    assert count[0] == 64
+    # no naps while a workgroup works
+    assert time.monotonic() - start < 5
 
 
 def test_a_barrier_that_cannot_be_met_is_reported():
