@@ -365,15 +365,16 @@ INLINE u32 atomic(Wave* w, const u32* v, const u32* data, u64 base, u64 how, i32
   u32 mori_emu_atomic_##NAME##_w##W(ARGUMENTS(W), u32* out) {            \
     return atomic<W, U>(w, v, reg, base, how, offset, limit, exec, out); \
   }
-#define ALL(W)                                                                                                      \
-  LOAD(u8, W, Small<u8>)                                                                                            \
-  LOAD(i8, W, Small<signed char>) LOAD(u16, W, Small<u16>) LOAD(i16, W, Small<short>) LOAD(b32, W, B32)             \
-      LOAD(b64, W, B64) LOAD(b96, W, B96) LOAD(b128, W, B128) LOAD(d16_b16, W, Small<u16, 0>)                       \
-          LOAD(d16_hi_b16, W, Small<u16, 16>) LOAD(d16_u8, W, Small<u8, 0>) LOAD(d16_hi_u8, W, Small<u8, 16>)       \
-              LOAD(d16_i8, W, Small<signed char, 0>) LOAD(d16_hi_i8, W, Small<signed char, 16>)                     \
-                  STORE(b8, W, Small<u8>) STORE(b16, W, Small<u16>) STORE(d16_hi_b8, W, Small<u8, 16>)              \
-                      STORE(d16_hi_b16, W, Small<u16, 16>) STORE(b32, W, B32) STORE(b64, W, B64) STORE(b96, W, B96) \
-                          STORE(b128, W, B128) ATOMIC(32, W, u32) ATOMIC(64, W, u64)
+// clang-format off
+#define ALL(W) \
+  LOAD(u8, W, Small<u8>) LOAD(i8, W, Small<signed char>) LOAD(u16, W, Small<u16>) LOAD(i16, W, Small<short>) \
+  LOAD(b32, W, B32) LOAD(b64, W, B64) LOAD(b96, W, B96) LOAD(b128, W, B128) \
+  LOAD(d16_b16, W, Small<u16, 0>) LOAD(d16_hi_b16, W, Small<u16, 16>) LOAD(d16_u8, W, Small<u8, 0>) \
+  LOAD(d16_hi_u8, W, Small<u8, 16>) LOAD(d16_i8, W, Small<signed char, 0>) LOAD(d16_hi_i8, W, Small<signed char, 16>) \
+  STORE(b8, W, Small<u8>) STORE(b16, W, Small<u16>) STORE(d16_hi_b8, W, Small<u8, 16>) \
+  STORE(d16_hi_b16, W, Small<u16, 16>) STORE(b32, W, B32) STORE(b64, W, B64) STORE(b96, W, B96) STORE(b128, W, B128) \
+  ATOMIC(32, W, u32) ATOMIC(64, W, u64)
+// clang-format on
 
 extern "C" {
 extern const u64 mori_emu_weak_layout[];
