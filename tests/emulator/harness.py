@@ -29,9 +29,11 @@ class Wave:
         key = jit.digest(arch, "\n".join(lines), repr(directives))
         name = f"wave_{key[:24]}"
         self.lifter = Lifter(prog, name)
+        # always lifted; only the host code may come from the cache
+        source = self.lifter.lift()
         runtime.ensure()
         if key not in _addresses:
-            jit.load(key, lambda: (self.lifter.lift(), {}))
+            jit.load(key, lambda: (source, {}))
             _addresses[key] = jit.address(name)
         self.run_address = _addresses[key]
         self.lanes = self.lifter.W

@@ -203,3 +203,59 @@ def test_matrix_product(name):
             row = r + 8 * group if name.startswith("wmma") else r % 4 + 4 * group + 4 * (64 // m.n) * (r // 4)
             got[row, lane % m.n] = wave.v[d0 + r, lane : lane + 1].view(np.float32)[0]
     np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("table", [0x00, 0x01, 0x02, 0x04, 0x10, 0x40, 0x80, 0x96, 0xCA, 0xE8, 0xF8, 0xFF])
+def test_bitop3(table):
+    """Bit 4a + 2b + c of the table, for every bit position."""
+    lines = [f"v_bitop3_b32 v3, v0, v1, v2 bitop3:{table:#x}", f"v_bitop3_b16 v4, v0, v1, v2 bitop3:{table:#x}"]
+    wave, rng = Wave("gfx950", lines), np.random.default_rng(table)
+    wave.v[:5] = rng.integers(0, 1 << 32, (5, 64), dtype=np.uint64)
+    before = wave.v.copy()
+    wave.run()
+    index = np.zeros((32, 64), np.uint32)
+    for bit in range(32):
+        index[bit] = (before[0] >> bit & 1) * 4 + (before[1] >> bit & 1) * 2 + (before[2] >> bit & 1)
+    want = sum((table >> index[bit].astype(np.uint64) & 1) << np.uint64(bit) for bit in range(32))
+    assert (wave.v[3] == want).all()
+    assert (wave.v[4] == (want & np.uint64(0xFFFF) | before[4] & 0xFFFF0000)).all()
+
+
+def test_transcendental_functions_of_scalars():
+    names = {"rcp": lambda x: 1 / x, "sqrt": np.sqrt, "rsq": lambda x: 1 / np.sqrt(x), "exp": np.exp2, "log": np.log2}
+    wave = Wave(
+        "gfx1201", [f"v_s_{name}_f32 s{10 + i}, s0" for i, name in enumerate(names)] + ["v_s_sqrt_f16 s20, |s1|"]
+    )
+    for x in (0.5, 3.0, 1e-40, 12345.678):
+        wave.s[0] = np.float32(x).view(np.uint32)
+        wave.s[1] = 0xABCD0000 | int(np.float16(-x).view(np.uint16))
+        wave.run()
+        for i, reference in enumerate(names.values()):
+            with np.errstate(all="ignore"):
+                want = np.float32(reference(np.float64(np.float32(x))))
+            np.testing.assert_array_max_ulp(wave.s[10 + i : 11 + i].view(np.float32)[0], want, 1)
+        half = np.sqrt(np.float16(x).astype(np.float32)).astype(np.float16)
+        assert int(wave.s[20]) == int(half.view(np.uint16))
+
+
+def test_scalar_and_immediate_sources_of_packed_math():
+    lines = ["v_pk_mul_f32 v[2:3], v[0:1], s[4:5]", "v_pk_add_f32 v[4:5], v[0:1], 1.0 op_sel_hi:[1,0]"]
+    # an immediate stands in the low half, which op_sel_hi can choose for both
+    lines += [
+        "v_pk_add_f16 v6, v0, 1.0 op_sel_hi:[1,0]",
+        "v_pk_add_u16 v7, v0, s4",
+        "v_pk_mov_b32 v[8:9], v[0:1], s[4:5]",
+    ]
+    wave, rng = Wave("gfx950", lines), np.random.default_rng(3)
+    x, s = rng.standard_normal((2, 64)).astype(np.float32), np.array([2.5, -3.0], np.float32)
+    wave.v[:2], wave.s[4:6] = x.view(np.uint32), s.view(np.uint32)
+    wave.run()
+    f = wave.v.view(np.float32)
+    np.testing.assert_array_equal(f[2:4], x * s[:, None])
+    np.testing.assert_array_equal(f[4:6], x + np.float32(1))
+    halves = x[0].view(np.uint32)[:, None].view(np.uint16)
+    with np.errstate(all="ignore"):
+        np.testing.assert_array_equal(wave.v[6][:, None].view(np.float16), halves.view(np.float16) + np.float16(1))
+    added = halves + s[:1].view(np.uint16)
+    np.testing.assert_array_equal(wave.v[7][:, None].view(np.uint16), added)
+    np.testing.assert_array_equal(wave.v[8:10], [x[0].view(np.uint32), np.full(64, s[1]).view(np.uint32)])

@@ -181,8 +181,9 @@ def test_calls_and_symbols(arch, hint):
     prog = asm.parse(text)
     name = "call_" + hashlib.sha256(text.encode()).hexdigest()[:16]
     lifter = Lifter(prog, name)
+    source = lifter.lift()
     runtime.ensure()
-    jit.load(jit.digest(text, name), lambda: (lifter.lift(), {}))
+    jit.load(jit.digest(text, name), lambda: (source, {}))
     raw = np.zeros(lifter.state_size + 64, np.uint8)
     memory = raw[-raw.ctypes.data % 64 :][: lifter.state_size]
     s, header = memory[:512].view(np.uint32), memory[512 : state.VREGS].view(np.uint64)
