@@ -201,6 +201,8 @@ def wrong_worlds(pe: int) -> list[list[dict[str, Any]]]:
     need = str(ops.ep_buffer_layout(big).num_bytes)
     refuses(lambda: ops.EpDispatchCombineOp(big), HeapError, need, "MORI_SHMEM_HEAP_SIZE", "heap_size")
     op = start(CASE, pe)
+    sizes = op.max_num_tokens_to_recv(), op.max_num_tokens_to_recv_per_rank()
+    assert (*sizes, op.max_num_tokens_to_send(), op.max_num_tokens_to_send_per_rank()) == (2 * N, N, 2 * N, N)
     refuses(op.get_dispatch_src_token_pos, StateError, "no dispatch yet")
     refuses(lambda: op.get_registered_combine_input_buffer(torch.int8), ArgumentError, "dtype", "int8")
     refuses(lambda: op.get_registered_combine_input_buffer(torch.float32), ArgumentError, "dtype", "2 bytes")
