@@ -19,6 +19,7 @@ namespace {
 enum Event : u32 { LIMIT = 0, FINISHED = 1, FAULT = 2, STUCK = 3, QUIET = 4, STOPPED = 5, WAITING = 6 };
 
 constexpr u64 POLL_QUANTUM = 64;       // instructions for a wave that only polls
+constexpr u64 POLL_BARRIERS = 8;       // barriers in one round of a polling loop, at most
 constexpr u64 YIELDS = 16;             // idle rounds that yield the core before the thread sleeps
 constexpr long SLEEP_NS = 50'000;      // one idle round asleep
 constexpr u64 IDLE_ROUNDS = 400;       // idle rounds before the host may look at the time
@@ -38,6 +39,7 @@ void start_group(Scheduler* s, Launch* l) {
   g->waves = reinterpret_cast<u64>(base) + l->waves_offset;
   g->slot = slot;
   g->number = number;
+  g->silent = ~0u;
   u64 ids[3] = {number % l->grid[0], number / l->grid[0] % l->grid[1], number / (l->grid[0] * l->grid[1])};
   for (u64 i = 0; i < l->num_waves; i++) {
     auto* w = reinterpret_cast<Wave*>(g->waves + i * l->wave_stride);
@@ -191,15 +193,12 @@ u32 mori_emulator_run(Scheduler* s, u64 limit) {
     s->switches++;
     s->hash = (s->hash ^ (w->wave_id << 32 ^ used << 3 ^ status)) * 0x9E3779B97F4A7C15ull;
 
-    // what kind of quantum was it? A barrier is waiting too when a wave of the group polls between barriers
+    // what kind of quantum was it? To meet at a barrier is to wait too when the group polls between its barriers
     Group* g = w->group;
     u64 waited = w->polls - polls + (status == SLEEPING);
-    g->polls += waited;
     s->round_polls += waited;
-    if (status == BARRIER) {
-      waited += g->polls != t->seen_polls;
-      t->seen_polls = g->polls;
-    }
+    if (waited) g->silent = 0;
+    if (status == BARRIER) waited += ++g->silent <= POLL_BARRIERS * w->launch->num_waves;
     if (w->changes != changes || status == DONE) s->epoch++;
     if (t->epoch != s->epoch) {
       t->epoch = s->epoch;

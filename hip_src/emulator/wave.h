@@ -40,14 +40,13 @@ struct Wave {
 struct WaveTail {
   u64 epoch, idle;  // waiting events (polls, sleeps, barriers that follow them) since memory last changed
   u64 only_polled;  // the last quantum did nothing but poll
-  u64 seen_polls;   // the workgroup's polls at this wave's last barrier
 };
 constexpr u64 WAVE_TAIL = VREGS - sizeof(WaveTail);
 
 struct Group {
   u64 waves;  // address of the first wave
   u64 done, waiting, slot, number;
-  u64 polls;  // and sleeps, of all waves
+  u64 silent;  // arrivals at barriers since a wave of the group last polled or slept
 };
 
 struct Launch {
