@@ -294,7 +294,7 @@ def test_polling_between_barriers_becomes_quiet():
 
 @pytest.mark.parametrize("seed", [None, 5])
 def test_many_barriers_are_no_standstill(seed):
-    """Work in registers and LDS between barriers, without a store for long, beside a workgroup that polls for its end."""
+    """Work between barriers, without a store for long, beside a workgroup that polls for its end."""
     body = """
 \ts_load_b64 s[2:3], s[0:1], 0x0
 \tv_mov_b32_e32 v1, 0
