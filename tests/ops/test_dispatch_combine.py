@@ -82,9 +82,10 @@ ARCHS = ["gfx942", "gfx950", *([] if triton.__version__.startswith("3.6.") else 
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("case", OTHER_GPUS, ids=str)
-def test_other_gpus(case: Case, arch: str) -> None:
-    run(case, arch=arch)
+def test_other_gpus(arch: str) -> None:
+    # every case on two of the three
+    for index in range(2):
+        run(OTHER_GPUS[(ARCHS.index(arch) + index) % 3], arch=arch)
 
 
 @pytest.mark.parametrize("num_pes", [2, 3])
@@ -94,7 +95,7 @@ def test_two_ops_interleaved(num_pes: int) -> None:
 
 def test_row_bytes_of_every_alignment() -> None:
     """Rows of 2, 4, 8 and 16 bytes' alignment take other instructions."""
-    for hidden in (1, 5, 6, 12, 40):
+    for hidden in (5, 6, 12):
         run(Case(hidden=hidden, rounds=2, max_tokens=9))
 
 

@@ -34,8 +34,7 @@ from tests.ops.mutants import Library, Mutant, SourceMutant, mutated_kernel, sou
 
 pytestmark = pytest.mark.cpu
 
-# Triton 3.6 cannot assemble the kernels for gfx1250: it miscounts preloaded arguments
-ARCHS = ("gfx1201", "gfx942", *(() if triton.__version__.startswith("3.6.") else ("gfx1250",)))
+ARCHS = ("gfx1201", "gfx942")
 SEEDS = range(16)
 ROUNDS = 2
 # rows wide enough that both waves of a program move a part of each, tokens enough for several programs
