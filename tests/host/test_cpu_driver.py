@@ -5,14 +5,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from mori_triton.errors import ArgumentError, DriverError
-from mori_triton.host.drivers import CpuDriver, MemoryKind
+from mori_triton.host.drivers import CpuDriver, MemoryKind, cpu
 
 pytestmark = pytest.mark.cpu
 
@@ -152,6 +154,25 @@ def test_another_process():
     finally:
         process.kill()
         process.wait()
+
+
+def test_i15_threads_that_start_together_are_one_process(monkeypatch):
+    """The first heaps of a process, made by its PEs at once: each has to see that the others are its own threads."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(50):
+            monkeypatch.setattr(cpu, "_identities", {})
+            start = threading.Barrier(8)
+
+            def identity(_, start=start):
+                start.wait()
+                return cpu._process_identity()
+
+            with ThreadPoolExecutor(8) as pool:
+                assert len(set(pool.map(identity, range(8)))) == 1
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_handles_that_cannot_be_opened():

@@ -85,15 +85,13 @@ class _Mapping:
 # every mapping of this process by its start, so that PEs that are threads hand each other the same pages
 _live: weakref.WeakValueDictionary[int, _Mapping] = weakref.WeakValueDictionary()
 _live_lock = threading.Lock()
-_identity: tuple[int, str] = (0, "")
+_identities: dict[int, str] = {}
 
 
 def _process_identity() -> str:
     """A word that only this process has (a forked child gets another one)."""
-    global _identity
-    if _identity[0] != os.getpid():
-        _identity = (os.getpid(), uuid.uuid4().hex)
-    return _identity[1]
+    # one step, because the PEs of a world that are threads ask for it at the same time
+    return _identities.setdefault(os.getpid(), uuid.uuid4().hex)
 
 
 class CpuDriver:
