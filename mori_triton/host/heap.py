@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mori_triton import abi
 from mori_triton.errors import ArgumentError, DriverError, HeapError, StateError, require
 from mori_triton.host import context
+from mori_triton.host.agreement import agree, all_fine
 from mori_triton.host.allocator import Allocator, Block
 from mori_triton.host.bootstrap.base import Bootstrap
 from mori_triton.host.drivers.base import Driver, MemoryKind
@@ -104,8 +105,8 @@ class SymmetricHeap:
 
     def _connect(self, mine: dict[str, Any], gpus_per_node: int | None, reach_peers: bool) -> None:
         others = [json.loads(facts) for facts in self.bootstrap.allgather(json.dumps(mine).encode(), "heap set-up")]
-        self._agree("heap set-up", [{"heap size": facts["bytes"]} for facts in others])
-        self._all_fine([facts["error"] for facts in others])
+        agree("heap set-up", [{"heap size": facts["bytes"]} for facts in others])
+        all_fine([facts["error"] for facts in others])
         self._max_alignment = min(_largest_power(self.num_bytes), *(facts["alignment"] for facts in others))
         problem = None
         try:
@@ -123,7 +124,7 @@ class SymmetricHeap:
         # also the barrier that closes the set-up: nobody signals to words that their owner has yet to clear
         problems = self.bootstrap.allgather(json.dumps(problem).encode(), "heap set-up, peers mapped")
         self.driver.end_export(self._base)
-        self._all_fine([json.loads(text) for text in problems])
+        all_fine([json.loads(text) for text in problems])
 
     def _context_bytes(self) -> int:
         return abi.CONTEXT_BYTES + self._table_bytes() + abi.ERROR_LOG_SIZE
@@ -174,7 +175,7 @@ class SymmetricHeap:
         }
         self._num_mallocs += 1
         calls = [json.loads(data) for data in self.bootstrap.allgather(json.dumps(call).encode(), "symmetric malloc")]
-        self._agree("symmetric malloc", calls)
+        agree("symmetric malloc", calls)
         require(isinstance(num_bytes, int) and num_bytes >= 0, "num_bytes", "a size from 0 on", num_bytes)
         fits = isinstance(alignment, int) and alignment > 0 and alignment & (alignment - 1) == 0
         require(fits, "alignment", "a power of two", alignment)
@@ -221,8 +222,12 @@ class SymmetricHeap:
 
     def tensor(self, shape: tuple[int, ...] | list[int], dtype: torch.dtype, name: str = "") -> torch.Tensor:
         """An uninitialised contiguous tensor, an allocation of its own. Collective; errors as `malloc`."""
-        size = math.prod(shape)
-        address = self.malloc(size * dtype.itemsize, max(DEFAULT_ALIGNMENT, dtype.itemsize), name)
+        import torch
+
+        require(isinstance(dtype, torch.dtype), "dtype", "a torch.dtype such as torch.float32", repr(dtype))
+        sizes = isinstance(shape, (tuple, list)) and all(isinstance(size, int) and size >= 0 for size in shape)
+        require(sizes, "shape", "a tuple of sizes from 0 on", repr(shape))
+        address = self.malloc(math.prod(shape) * dtype.itemsize, max(DEFAULT_ALIGNMENT, dtype.itemsize), name)
         tensor = self.driver.tensor(address, tuple(shape), dtype)
         tensor.__symm_tensor__ = True  # type: ignore[attr-defined]
         return tensor
@@ -379,24 +384,6 @@ class SymmetricHeap:
         live = sorted((block.offset, block.num_bytes, block.name) for block in self._allocator.blocks.values())
         digest = zlib.crc32(repr(live).encode())
         return f"{len(live)} with {self._allocator.used_bytes} bytes (state {digest:08x})"
-
-    @staticmethod
-    def _agree(what: str, calls: list[dict[str, Any]]) -> None:
-        """Raise `HeapError` unless all PEs gave the same facts; it lists every PE's value of the first that differs."""
-        for field in calls[0]:
-            if any(call[field] != calls[0][field] for call in calls):
-                each = "; ".join(f"PE {pe}: {call[field]}" for pe, call in enumerate(calls))
-                names = sorted({repr(call["name"]) for call in calls if "name" in call})
-                about = f" of {' or '.join(names)}" if names else ""
-                raise HeapError(
-                    f"{what}{about}: the PEs differ in {field} ({each}); all must make the same calls in the same order"
-                )
-
-    @staticmethod
-    def _all_fine(problems: list[str | None]) -> None:
-        if any(problems):
-            each = "; ".join(f"PE {pe}: {text}" for pe, text in enumerate(problems) if text)
-            raise HeapError(f"the symmetric heap could not be set up ({each})")
 
     def _exhausted(self, num_bytes: int, alignment: int, name: str) -> str:
         allocator = self._allocator

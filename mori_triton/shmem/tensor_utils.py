@@ -29,7 +29,7 @@ class MoriShmemBuffer:
 
 def mori_shmem_create_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised symmetric tensor, which only `mori_shmem_free_tensor` frees. Collective."""
-    return state.current().heap.tensor(tuple(shape), dtype)
+    return state.current().heap.tensor(shape, dtype)
 
 
 def symm_mori_shmem_tensor(tensor: torch.Tensor, peer: int) -> torch.Tensor:

@@ -48,6 +48,19 @@ def test_addresses_sizes_and_alignment():
             heap.malloc(num_bytes)
 
 
+def test_tensors_that_cannot_be():
+    heap = one_heap()
+    for shape in (64, 64.5, (2, -64), (2.0, 4), ("2",), None, "24"):
+        with pytest.raises(ArgumentError, match=r"shape: want a tuple of sizes from 0 on, got "):
+            heap.tensor(shape, torch.float32)
+    for dtype in ("float32", None, float):
+        with pytest.raises(ArgumentError, match=r"dtype: want a torch.dtype such as torch.float32, got "):
+            heap.tensor((4,), dtype)
+    assert heap.used_bytes == SYNC_BYTES
+    assert heap.tensor(torch.Size([2, 3]), torch.float32).shape == (2, 3)
+    assert heap.tensor([], torch.float32).shape == ()
+
+
 def test_i5_heap_exhaustion():
     heap = one_heap()
     before = heap.used_bytes, heap.free_bytes
