@@ -20,6 +20,8 @@ enum Event : u32 { LIMIT = 0, FINISHED = 1, FAULT = 2, STUCK = 3, QUIET = 4, STO
 
 constexpr u64 POLL_QUANTUM = 64;       // instructions for a wave that only polls
 constexpr u64 POLL_BARRIERS = 8;       // barriers in one round of a polling loop, at most
+constexpr u64 ENDLESS_POLLS = 1 << 20;  // a wave that still polls after so many does so for ever
+constexpr u64 CLOCK_POLLS = 64;        // readings of the clock after which a wave waits for a time to come
 constexpr u64 YIELDS = 16;             // idle rounds that yield the core before the thread sleeps
 constexpr long SLEEP_NS = 50'000;      // one idle round asleep
 constexpr u64 IDLE_ROUNDS = 400;       // idle rounds before the host may look at the time
@@ -91,13 +93,63 @@ bool end_group(Scheduler* s, Launch* l, Group* g) {
   return false;
 }
 
-// every wave that could run has only polled, slept or met barriers since memory last changed
+// Polls until some time has come: nothing but the clock can end that.
+bool waits_for_the_clock(const Scheduler* s, const Wave* w, const WaveTail* t) {
+  return t->idle >= s->quiet_polls && w->clock_reads - t->clock_reads >= CLOCK_POLLS;
+}
+
+// every wave that could run has for long done nothing that others could notice
 bool quiet(Scheduler* s) {
   for (u64 i = 0; i < s->num_ready; i++) {
     WaveTail* t = tail(ready(s, i));
-    if (t->epoch != s->epoch || t->idle < s->quiet_polls) return false;
+    if (t->epoch != s->epoch || t->idle + t->turns < s->quiet_polls) return false;
   }
   return true;
+}
+
+// of everything that decides what a wave does next, except global memory and the clock
+u64 fingerprint(const Wave* w) {
+  u64 h = w->scc << 32 ^ w->pc;
+  auto mix = [&](const void* from, u64 bytes) {
+    auto* x = static_cast<const u64*>(from);
+    for (u64 i = 0; i < bytes / 8; i++) h = ((h << 23 | h >> 41) ^ x[i]) * 0x9E3779B97F4A7C15ull;
+  };
+  mix(w->sgpr, sizeof w->sgpr);
+  mix(reinterpret_cast<const u8*>(w) + VREGS, w->launch->wave_stride - VREGS);
+  mix(reinterpret_cast<const void*>(w->lds), w->lds_size);
+  return h;
+}
+
+// A wave's turn during a proof: a wave that comes back to its state, with memory as it was, does so for ever.
+void prove(const Scheduler* s, const Wave* w, WaveTail* t) {
+  if (t->generation != s->proof) {
+    t->generation = s->proof;
+    t->loops = 0;
+    t->fingerprint = fingerprint(w);
+  } else if (!t->loops) {
+    t->loops = fingerprint(w) == t->fingerprint;
+  }
+}
+
+// Can nothing change any more? Asked now and then. Loops that count their rounds are given time to end.
+bool standstill(Scheduler* s) {
+  if (!quiet(s)) return false;
+  bool proven = s->proof_epoch == s->epoch + 1, fresh = !proven;
+  for (u64 i = 0; proven && i < s->num_ready; i++) {
+    Wave* w = ready(s, i);
+    WaveTail* t = tail(w);
+    proven = (t->generation == s->proof && t->loops) || waits_for_the_clock(s, w, t) || t->idle >= ENDLESS_POLLS;
+  }
+  if (proven) return true;
+  // not all waves may have been in their last loop when the proof started
+  if (fresh) s->proof_span = 32 * (s->num_ready + 1);
+  if (fresh || s->switches - s->proof_at > s->proof_span) {
+    s->proof++;
+    s->proof_epoch = s->epoch + 1;
+    s->proof_at = s->switches;
+    s->proof_span *= 2;
+  }
+  return false;
 }
 
 // Rotation: every wave has had its turn. Starts a further workgroup if those in flight only wait or have run for long, else lets
@@ -161,7 +213,7 @@ u32 mori_emulator_run(Scheduler* s, u64 limit) {
       if (s->num_ready == 0) return STUCK;
       if (s->switches - s->quiet_checked > 64 + 16 * s->num_ready) {
         s->quiet_checked = s->switches;
-        if (quiet(s)) return QUIET;
+        if (standstill(s)) return QUIET;
       }
       u64 x = s->rng;
       x ^= x << 13;
@@ -202,9 +254,12 @@ u32 mori_emulator_run(Scheduler* s, u64 limit) {
     if (w->changes != changes || status == DONE) s->epoch++;
     if (t->epoch != s->epoch) {
       t->epoch = s->epoch;
-      t->idle = 0;
+      t->idle = t->turns = 0;
+      t->clock_reads = w->clock_reads;
     }
     t->idle += waited;
+    t->turns += !waited;
+    if (s->proof_epoch == s->epoch + 1 && !waits_for_the_clock(s, w, t)) prove(s, w, t);
     t->only_polled = w->changes == changes && waited && status != BARRIER;
     if (w->changes != changes || !waited) s->round_busy = 1;
 
@@ -240,5 +295,6 @@ const u64 mori_emulator_layout[] = {
     __builtin_offsetof(Wave, launch), __builtin_offsetof(Wave, polls),  __builtin_offsetof(Wave, weak),
     sizeof(Group),                    __builtin_offsetof(Group, number), sizeof(Launch),
     __builtin_offsetof(Launch, ended), sizeof(Scheduler),               __builtin_offsetof(Scheduler, quiet_polls),
+    __builtin_offsetof(Wave, clock_reads),
 };
 }

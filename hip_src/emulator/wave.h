@@ -30,16 +30,19 @@ struct Wave {
   Group* group;
   u64 status;
   Launch* launch;
-  u64 changes;  // stores and atomics that changed global memory
-  u64 polls;    // atomics and coherent loads
-  u64 reserved[18];
+  u64 changes;      // stores and atomics that changed global memory
+  u64 polls;        // atomics and coherent loads
+  u64 clock_reads;  // of the virtual clock
+  u64 reserved[17];
   u64 weak;  // the weak-memory model's record of this wave, 0: ordinary memory
 };
 
 // scheduler's own words of a wave, at the end of the header so that the lifter's fields can grow
 struct WaveTail {
-  u64 epoch, idle;  // waiting events (polls, sleeps, barriers that follow them) since memory last changed
-  u64 only_polled;  // the last quantum did nothing but poll
+  // since memory last changed: waiting events (polls, sleeps, barriers that follow them), other turns, readings of the clock
+  u64 epoch, idle, turns, clock_reads;
+  u64 only_polled;                     // the last quantum did nothing but poll
+  u64 generation, fingerprint, loops;  // the state at the start of a proof, and whether the wave has been in it again
 };
 constexpr u64 WAVE_TAIL = VREGS - sizeof(WaveTail);
 
@@ -88,5 +91,9 @@ struct Scheduler {
   u64 round_polls;       // rotation: polls and sleeps of this round
   u64 started_at;        // rotation: clock when a workgroup was last started early
   u64 quiet_checked;     // switches at the last check for quiescence
-  u64 quiet_polls;       // waiting events per wave that count as quiet
+  u64 quiet_polls;       // waiting events or turns of every wave before a proof starts that nothing can change any more
+  u64 proof;             // number of the proof
+  u64 proof_epoch;       // epoch that it is about, plus one
+  u64 proof_at;          // switches at its start
+  u64 proof_span;        // switches until it is given up and started anew
 };

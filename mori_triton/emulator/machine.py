@@ -20,7 +20,7 @@ VIRTUAL_JUMP = 1 << 40  # ticks, longer than any limit
 MAX_RESIDENT = 64  # workgroups of one launch in flight
 # instructions per turn in rotation order
 LONG_QUANTUM = 20_000
-# waiting events of every wave without a change of memory that count as "nothing can change any more"
+# waiting events of every wave without a change of memory before it is examined whether anything can still change
 QUIET_POLLS = 4096
 
 
@@ -31,7 +31,7 @@ class Event(enum.IntEnum):
     FINISHED = 1  # a launch has ended
     FAULT = 2
     STUCK = 3  # every wave waits at a barrier
-    QUIET = 4  # random order: every wave polls, and nothing changes
+    QUIET = 4  # random order: nothing can change any more, but for the clock
     STOPPED = 5  # asked to by another thread
     WAITING = 6  # rotation: every wave has only polled for a while
 
@@ -45,7 +45,7 @@ class SchedulerState(ctypes.Structure):
             *("clock", "random", "rng", "quantum_min", "quantum_span", "switches", "hash", "ready"),
             *("ready_mask", "first", "num_ready", "epoch", "faulted", "finished", "stop", "starting"),
             *("idle_rounds", "round_left", "round_busy", "round_polls", "started_at"),
-            *("quiet_checked", "quiet_polls"),
+            *("quiet_checked", "quiet_polls", "proof", "proof_epoch", "proof_at", "proof_span"),
         )
     ]
 

@@ -8,7 +8,7 @@ from mori_triton.emulator import isa
 from mori_triton.emulator.asm import Inst
 from mori_triton.emulator.ir import Fn, Val
 from mori_triton.emulator.lift_base import LiftBase
-from mori_triton.emulator.state import CLOCK, EXEC, SCC, WAVE_ID
+from mori_triton.emulator.state import CLOCK, CLOCK_READS, EXEC, SCC, WAVE_ID
 
 
 def _signed16(text: str) -> int:
@@ -151,7 +151,13 @@ class Scalar(LiftBase):
         def build(f: Fn, p: list) -> None:
             f.declare("declare i32 @clock_gettime(i32, ptr)")
             c = f.load(f.gep(p[0], CLOCK), 64)
-            f.when(c.cmp("ne", 0), lambda: f.emit(f"ret i64 {f.load(f.addr(c), 64, align=8).name}"))
+
+            def virtual() -> None:
+                reads = f.gep(p[0], CLOCK_READS)
+                f.store(reads, f.load(reads, 64) + 1)
+                f.emit(f"ret i64 {f.load(f.addr(c), 64, align=8).name}")
+
+            f.when(c.cmp("ne", 0), virtual)
             t = f.ptr("alloca [2 x i64]")
             f.ins(f"call i32 @clock_gettime(i32 1, ptr {t})", 32)
             r = f.load(t, 64, align=8) * 100_000_000 + f.load(f.gep(t, 8), 64, align=8) / 10

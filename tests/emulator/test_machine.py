@@ -96,11 +96,12 @@ def finish(m, *launches):
 
 def test_structures_agree_with_the_compiled_scheduler():
     machine._functions()
-    words = (ctypes.c_uint64 * 12).from_address(_global("mori_emulator_layout"))
+    words = (ctypes.c_uint64 * 13).from_address(_global("mori_emulator_layout"))
     control, state = launch.LaunchControl, machine.SchedulerState
     assert list(words) == [
         lay.SCC, lay.COUNT, lay.FN, lay.LAUNCH, 512 + 8 * 21, lay.WEAK, 48, 32,
         ctypes.sizeof(control), control.ended.offset, ctypes.sizeof(state), state.quiet_polls.offset,
+        lay.CLOCK_READS,
     ]  # fmt: skip
 
 
@@ -290,6 +291,86 @@ def test_polling_between_barriers_becomes_quiet():
         if (event := m.run(100_000)) != Event.LIMIT:
             break
     assert event == Event.QUIET
+
+
+COUNTED_POLLS = """
+\ts_load_b64 s[2:3], s[0:1], 0x0
+\tv_mov_b32_e32 v1, 0
+\ts_mov_b32 s6, {polls}
+again:
+\tglobal_load_b32 v2, v1, s[2:3] scope:SCOPE_SYS
+\tv_readfirstlane_b32 s5, v2
+\ts_add_co_i32 s6, s6, -1
+\ts_cmp_eq_u32 s6, 0
+\ts_cbranch_scc0 again
+\tglobal_store_b32 v1, v0, s[2:3] offset:4 scope:SCOPE_SYS
+\ts_endpgm
+"""
+
+
+def test_a_loop_that_counts_its_polls_is_no_standstill():
+    """Beside waves that poll for ever, and one that waits for what the counting loop stores."""
+    words = np.zeros(3, np.uint32)
+    counts = launch.Launch(kernel(COUNTED_POLLS.format(polls=50_000), args=[POINTER]), (1, 1, 1), [words], num_warps=1)
+    waits = launch.Launch(kernel(SPIN, args=[POINTER]), (2, 1, 1), [words[2:]], num_warps=2)
+    m = Machine(5)
+    m.submit(counts)
+    m.submit(waits)
+    while (event := m.run(100_000)) == Event.LIMIT:
+        pass
+    assert event == Event.FINISHED
+    assert m.finished() is counts
+    while (event := m.run(100_000)) == Event.LIMIT:
+        pass
+    assert event == Event.QUIET
+
+
+def test_a_loop_that_counts_for_ever_becomes_quiet():
+    body = COUNTED_POLLS.format(polls=0x7FFFFFFF)
+    m = Machine(5)
+    m.submit(launch.Launch(kernel(body, args=[POINTER]), (1, 1, 1), [np.zeros(2, np.uint32)], num_warps=1))
+    while (event := m.run(1_000_000)) == Event.LIMIT:
+        pass
+    assert event == Event.QUIET
+
+
+@pytest.mark.parametrize("body", ["again:\n\ts_branch again", "again:\n\ts_not_b32 s4, s4\n\ts_branch again"])
+def test_loops_that_do_nothing_become_quiet(body):
+    m = Machine(5)
+    m.submit(launch.Launch(kernel(body), (2, 1, 1), [], num_warps=2))
+    while (event := m.run(1_000_000)) == Event.LIMIT:
+        assert m.instructions < 100_000_000
+    assert event == Event.QUIET
+
+
+def test_long_work_without_a_store_is_no_standstill():
+    """Neither for the waves that work nor for those that wait at a barrier or in LDS for them."""
+    body = """
+\tv_mov_b32_e32 v2, 0
+\tv_mov_b32_e32 v3, 1
+\tv_readfirstlane_b32 s5, v0
+\ts_cmp_eq_u32 s5, 0
+\ts_cbranch_scc1 work
+poll:
+\tds_load_b32 v1, v2
+\tv_readfirstlane_b32 s6, v1
+\ts_cmp_eq_u32 s6, 0
+\ts_cbranch_scc1 poll
+\ts_movk_i32 s5, 0
+work:
+\ts_mov_b32 s4, 0x400000
+next:
+\ts_add_co_i32 s4, s4, -1
+\ts_cmp_lg_u32 s4, 0
+\ts_cbranch_scc1 next
+\tds_store_b32 v2, v3
+back:
+\ts_cmp_eq_u32 s5, 0
+\ts_endpgm
+"""
+    m, x = Machine(5), launch.Launch(kernel(body, lds=64), (1, 1, 1), [], num_warps=2)
+    assert Event.FINISHED in finish(m, x)
+    assert m.instructions > 20_000_000
 
 
 @pytest.mark.parametrize("seed", [None, 5])
