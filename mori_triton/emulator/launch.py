@@ -19,6 +19,8 @@ from mori_triton.errors import ArgumentError, require
 TTMP_IDS, NO_REGISTER = (1 << 64) - 2, (1 << 64) - 1
 # a workgroup's header, `Group` of wave.h
 GROUP_BYTES = 64
+# as on the hardware: threads of a workgroup; workgroups in y and z where both numbers share one register
+MAX_THREADS, MAX_GRID_YZ = 1024, 65535
 _INT = {1: "B", 2: "H", 4: "I", 8: "Q"}
 _FLOAT = {"fp16": "e", "fp32": "f", "fp64": "d"}
 _FLOAT_TYPES: dict[str, Any] = {"fp16": np.float16, "fp32": np.float32, "fp64": np.float64}
@@ -63,6 +65,8 @@ class KernelType:
 
 def _kernel_type(module: Module, types: Sequence[str] | None, num_warps: int, shared: int) -> KernelType:
     code, directives = module.code, module.code.directives
+    most = MAX_THREADS // code.warp_size
+    require(0 < num_warps <= most, "num_warps", f"1 to {most} on {code.arch}", num_warps)
 
     def flag(name: str) -> int:
         return int(directives.get(name, "0"), 0)
@@ -166,7 +170,7 @@ class Launch:
         """
         Args:
             module: loaded on `device`.
-            grid: workgroups in x, y, z; any may be 0.
+            grid: workgroups in x, y, z; any may be 0. gfx12 has 65535 at most in y and in z.
             args: the kernel's explicit arguments: CPU tensors, numpy arrays, numbers, None.
             num_warps: waves of a workgroup.
             shared: bytes of LDS beside what the code declares.
@@ -175,8 +179,13 @@ class Launch:
             device: whose allowed memory the kernel may touch; None: only the arguments'.
             scratch: bytes per workgroup of Triton's global and profile scratch.
 
-        Raises: `ArgumentError` for a tensor that is not on the CPU, or the wrong number of arguments.
+        Raises: `ArgumentError` for a tensor that is not on the CPU, the wrong number of arguments, a workgroup or grid
+            that is too large.
         """
+        most = MAX_GRID_YZ if module.code.arch.startswith("gfx12") else (1 << 31) - 1
+        for axis, size in enumerate(grid):
+            limit = most if axis else (1 << 31) - 1
+            require(0 <= size <= limit, f"grid[{axis}]", f"0 to {limit} on {module.code.arch}", size)
         key = types, num_warps, shared
         kind = module.plans.get(key)
         if kind is None:

@@ -262,6 +262,23 @@ def test_scratch_that_triton_asks_for():
     assert (int(address), int(address) + 3 * 256, "Triton's scratch") in x.named_ranges
 
 
+@pytest.mark.parametrize(
+    ("arch", "grid", "num_warps", "message"),
+    [
+        ("gfx1201", (1, 1, 1), 33, "num_warps: want 1 to 32 on gfx1201, got 33"),
+        ("gfx942", (1, 1, 1), 17, "num_warps: want 1 to 16 on gfx942, got 17"),
+        # both numbers share a register: one too large would be taken for another workgroup
+        ("gfx1201", (1, 65536, 1), 1, r"grid\[1\]: want 0 to 65535 on gfx1201, got 65536"),
+        ("gfx1250", (1, 1, 65536), 1, r"grid\[2\]: want 0 to 65535 on gfx1250, got 65536"),
+        ("gfx942", (-1, 1, 1), 1, r"grid\[0\]: want 0 to 2147483647 on gfx942, got -1"),
+    ],
+)
+def test_what_no_gpu_would_launch_is_refused(arch, grid, num_warps, message):
+    k = kernel("\ts_endpgm", arch=arch)
+    with pytest.raises(ArgumentError, match=message):
+        launch.Launch(k, grid, [], num_warps=num_warps)
+
+
 def test_static_and_dynamic_local_memory_add_up():
     for static, shared, want in ((0, 0, 0), (8, 0, 8), (0, 100, 100), (8, 100, 116), (16, 64, 80)):
         k = kernel("\ts_endpgm", lds=static)
