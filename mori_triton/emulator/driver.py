@@ -27,8 +27,9 @@ from mori_triton.emulator.module import Code, Module, load_code
 from mori_triton.errors import ArgumentError, StateError
 
 _thread = threading.local()
-# code by the path of its text, which holds the hash of everything that Triton made it from
-_texts: dict[str, Code] = {}
+# code by the path of its text and the file's time and size: with TRITON_ALWAYS_COMPILE, or after a cache was cleared,
+# one path may hold another text
+_texts: dict[tuple[str, int, int], Code] = {}
 
 
 def set_device(number: int | None) -> None:
@@ -79,9 +80,11 @@ class _Utils:
                 "unset TRITON_STORE_BINARY_ONLY (and clear Triton's cache)"
             )
         device = devices.device(number)
-        code = _texts.get(path)
+        info = Path(path).stat()
+        key = path, info.st_mtime_ns, info.st_size
+        code = _texts.get(key)
         if code is None:
-            code = _texts[path] = load_code(Path(path).read_text())
+            code = _texts[key] = load_code(Path(path).read_text())
         module = Module(code, number)
         device.add(module)
         return module, module, module.code.num_vregs, 0, 1024

@@ -226,6 +226,21 @@ def test_binaries_without_text_are_refused(gfx1201, tmp_path, monkeypatch):
         textless[(1,)](torch.zeros(1, dtype=torch.int32))
 
 
+def test_a_text_that_was_written_again_is_loaded_again(gfx1201, tmp_path):
+    x, y, out = torch.randn(256), torch.randn(256), torch.empty(256)
+    compiled = kernels.vadd.warmup(x, y, out, 256, BLOCK=256, grid=(1,))
+    text, path, utils = compiled.asm["amdgcn"], tmp_path / "vadd.amdgcn", gfx1201.utils
+    found = []
+    for text_now in (text, text.replace("add_f32", "sub_f32"), text):
+        path.write_text(text_now)
+        utils.on_load(None, None, "vadd", {"vadd.amdgcn": str(path)}, "hash")
+        module = utils.load_binary("vadd", b"", 0, gfx1201.get_current_device())[0]
+        found.append(module.code.text)
+        utils.unload_module(module)
+    assert found[0] == found[2] == text
+    assert "sub_f32" in found[1]
+
+
 # --------------------------------------------------------------------------------------------------- bad arguments
 def test_tensor_descriptors_are_refused(gfx1201):
     from triton.tools.tensor_descriptor import TensorDescriptor
