@@ -81,16 +81,19 @@ class Library:
         return found
 
     def write(self, mutant: Mutant, folder: Path) -> Path:
-        """Bitcode with one line changed; the name holds a hash of it, as caches of older Triton see names only."""
+        """The library as text with one line changed; the name holds a hash of it, as caches of older Triton see names
+        only.
+        """
         body = self.bodies[mutant.function]
         lines = body.splitlines()
         assert lines[mutant.line] == mutant.old
         # a release is a fence and, on the next line, what makes every code generator keep its wait for the stores
         keeps_wait = bool(_FENCE.match(mutant.old)) and _KEEP_WAIT.match(lines[mutant.line + 1]) is not None
         lines[mutant.line : mutant.line + 1 + keeps_wait] = [] if mutant.new is None else [mutant.new]
-        module = llvm.parse_assembly(self.text.replace(body, "\n".join(lines)))
-        module.verify()
-        data = module.as_bitcode()
+        text = self.text.replace(body, "\n".join(lines))
+        llvm.parse_assembly(text).verify()
+        # without words that llvmlite's LLVM has learnt since Triton 3.6, whose LLVM cannot read its bitcode either
+        data = re.sub(r" nocreateundeforpoison|, target_mem\d: none", "", text).encode()
         path = folder / f"libmori_shmem_device_{hashlib.sha256(data).hexdigest()[:12]}.bc"
         path.write_bytes(data)
         return path
