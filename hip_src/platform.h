@@ -47,7 +47,8 @@ MORI_INLINE Global<T> global(u64 address) {
 
 MORI_INLINE u32 thread_index() { return __builtin_amdgcn_workitem_id_x(); }
 
-// code object version 5 and later: hidden_group_size_x is 12 bytes into the implicit arguments
+// Code object version 5 and later: hidden_group_size_x is 12 bytes into the implicit arguments. Used for copies only: it costs a
+// kernel four words of arguments, and Triton 3.6 on gfx1250 has few to give (tests/ops/test_compile.py).
 MORI_INLINE u32 num_threads() {
   using Implicit = const MORI_CONSTANT u16 *;
   return ((Implicit)__builtin_amdgcn_implicitarg_ptr())[6];

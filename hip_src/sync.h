@@ -49,18 +49,17 @@ MORI_BODY i32 signal(Ctx ctx, u64 address, u64 value, bool add, i32 pe) {
   return 0;
 }
 
-// signal() with SET to every PE, mine included, after one release: the threads that store are those that release, one PE each, so
-// it costs one write-back for each wave's worth of PEs. -1 for an address outside the heap; a PE that cannot be reached gets a
-// record and no signal.
+// signal() with SET to every PE, mine included, after one release: the first wave's threads store, one PE each, and it is they that
+// release, so it costs one write-back for each wave's worth of PEs. -1 for an address outside the heap; a PE that cannot be reached
+// gets a record and no signal.
 MORI_BODY i32 signal_set_all(Ctx ctx, u64 address, u64 value) {
-  u32 n = ctx->n_pes, me = thread_index();
+  u32 n = ctx->n_pes, me = thread_index(), wave = wave_size();
   if (translate_or_report(ctx, address, 8, 8, ctx->pe) == 0) return -1;
   gather_stores(ctx);
-  if (me < n) {
-    u32 stride = num_threads();
+  if (me < wave && me < n) {
     release_to_system(warm(ctx));
 #pragma clang loop unroll(disable)
-    for (u32 pe = me; pe < n; pe += stride) {
+    for (u32 pe = me; pe < n; pe += wave) {
       u64 there = translate(ctx, address, 8, (i32)pe);
       if (there != 0)
         store_system<u64>(there, value);
@@ -140,8 +139,8 @@ MORI_BODY T wait(Ctx ctx, u64 address, Compare compare, T value, i32 peer, i32 t
   return seen;
 }
 
-// Word i of `num` 64-bit words at `address`, in my heap, is written by PE i: wait until every one is >= value, each thread polling its
-// share. `value` if all have come; else a smaller value that one of those missing had, and a record for each of them.
+// Word i of `num` 64-bit words at `address`, in my heap, is written by PE i: wait until every one is >= value, the threads of the
+// first wave polling a share each. `value` if all have come; else a smaller value that one of those missing had, and a record for each of them.
 MORI_BODY i64 wait_all_ge(Ctx ctx, u64 address, i32 num, i64 value, i32 tag) {
   i64 seen = value;
   bool bad = address == 0 || address % 8 != 0 || num < 0 || ctx->n_pes == 0;
@@ -149,11 +148,13 @@ MORI_BODY i64 wait_all_ge(Ctx ctx, u64 address, i32 num, i64 value, i32 tag) {
     seen = 0;
     if (is_elected()) report_by_one(ctx, kRefused, -1, tag, address, 8 * (u64)(u32)num, 0, kGe);
   } else {
-    u32 stride = num_threads();
+    u32 me = thread_index(), wave = wave_size();
+    if (me < wave) {
 #pragma clang loop unroll(disable)
-    for (u32 i = thread_index(); i < (u32)num; i += stride) {
-      i64 word = poll_by_one<i64>(ctx, address + 8ull * i, kGe, value, (i32)i, tag);
-      if (word < value) seen = word;
+      for (u32 i = me; i < (u32)num; i += wave) {
+        i64 word = poll_by_one<i64>(ctx, address + 8ull * i, kGe, value, (i32)i, tag);
+        if (word < value) seen = word;
+      }
     }
   }
   program_barrier();

@@ -142,15 +142,17 @@ def launch_dispatch(
         scale_align = row_alignment(config.scale_bytes, scales.data_ptr())
     launch(
         dispatch_copy_kernel, (max(1, min(n * num_pieces, shape.num_programs)),),
-        ctx, given.tokens, given.indices, given.weights, scales, forward,
+        ctx, given.tokens, given.indices, forward,
         buffers.view("recv_tokens", given.tokens.dtype, rows, given.tokens.shape[1]),
         buffers.view("recv_indices", i32, rows, k),
         buffers.view("recv_weights", torch.float32, rows, k),
-        None if scales is None else buffers.view("recv_scales", torch.uint8, rows, config.scale_bytes),
         buffers.view("recv_sources", i32, rows),
         signals, epoch, buffers.view("dispatch_arrivals", i32, 1),
-        n, k, rows, config.max_num_inp_token_per_rank, row_bytes // align, num_pieces, config.scale_bytes //
-        scale_align, ALIGN=align, BLOCK=block, BLOCK_K=block_k(k), SCALE_ALIGN=scale_align,
+        n, k, rows, config.max_num_inp_token_per_rank, row_bytes // align, num_pieces,
+        config.scale_bytes // scale_align,
+        given.weights, scales,
+        None if scales is None else buffers.view("recv_scales", torch.uint8, rows, config.scale_bytes),
+        ALIGN=align, BLOCK=block, BLOCK_K=block_k(k), SCALE_ALIGN=scale_align,
         SCALE_BLOCK=max(64, triton.next_power_of_2(config.scale_bytes // min(scale_align, 4))),
         num_warps=shape.num_warps,
     )  # fmt: skip

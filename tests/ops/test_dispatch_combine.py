@@ -8,7 +8,6 @@ import random
 from typing import Any
 
 import pytest
-import triton
 
 from mori_triton import local_world
 from tests.ops.cases import Case, check_case, run_case
@@ -77,8 +76,7 @@ OTHER_GPUS = (
 )
 
 
-# Triton 3.6 cannot assemble these kernels for gfx1250: it miscounts preloaded arguments
-ARCHS = ["gfx942", "gfx950", *([] if triton.__version__.startswith("3.6.") else ["gfx1250"])]
+ARCHS = ("gfx942", "gfx950", "gfx1250")
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -60,13 +60,10 @@ def dispatch_copy_kernel(
     ctx,  # device context
     tokens_ptr,  # [num_tokens, h], any dtype, local
     indices_ptr,  # int32 [num_tokens, top_k], local
-    weights_ptr,  # float32 [num_tokens, top_k], local, or None
-    scales_ptr,  # [num_tokens, scale row], bytes, local, or None
     forward_ptr,  # int32 [M, top_k], local: of the route kernel
     recv_tokens_ptr,  # symmetric [capacity, h], dtype of tokens
     recv_indices_ptr,  # symmetric int32 [capacity, top_k]
     recv_weights_ptr,  # symmetric float32 [capacity, top_k]
-    recv_scales_ptr,  # symmetric [capacity, scale row], or None
     recv_sources_ptr,  # symmetric int32 [capacity]: source PE * max_tokens + token
     signals_ptr,  # symmetric int64 [n_pes]: word p holds PE p's newest epoch here
     epoch_ptr,  # int64 [1], local: rounds whose dispatch arrived
@@ -78,6 +75,10 @@ def dispatch_copy_kernel(
     row_units,  # bytes of a row / ALIGN
     num_pieces,  # pieces of BLOCK words in a row, rounded up
     scale_units,  # bytes of a scale row / SCALE_ALIGN
+    # these may be None and come last: the words before them are 29, see test_arguments_that_gfx1250_preloads
+    weights_ptr,  # float32 [num_tokens, top_k], local, or None
+    scales_ptr,  # [num_tokens, scale row], bytes, local, or None
+    recv_scales_ptr,  # symmetric [capacity, scale row], or None
     ALIGN: tl.constexpr,  # 16, 8, 4 or 2: divides a row's bytes and the address of every row
     BLOCK: tl.constexpr,  # words (of min(ALIGN, 4) bytes) moved at a time
     BLOCK_K: tl.constexpr,  # >= top_k
