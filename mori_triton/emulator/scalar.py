@@ -47,6 +47,10 @@ class Scalar(LiftBase):
             if "GET_REALTIME" not in ins.ops[1]:
                 raise KeyError("message")
             self.swrite(self.op(ins.ops[0]), self.clock())
+        elif k == "sendmsg":
+            # the end of a wave gives its registers back
+            if "DEALLOC_VGPRS" not in ins.ops[0]:
+                raise KeyError("message")
         elif k == "getpc_b64":
             # addresses of symbols are absolute here: see Lifter.symbol
             self.swrite(self.op(ins.ops[0]), self.f.int(0, 64))
@@ -110,6 +114,8 @@ class Scalar(LiftBase):
     def s_load(self, ins: Inst, n: int) -> None:
         """Load n bytes from a scalar address into consecutive scalar registers."""
         dst, off = self.op(ins.ops[0]), self.op(ins.ops[2])
+        if dst.kind != "s":
+            raise KeyError(f"destination {ins.ops[0]}")
         scale = n if "scale_offset" in ins.mods else 1
         index = self.sread(off).zext(64) if off.kind == "s" else self.f.int(off.bits(64), 64)
         a = self.sread(self.op(ins.ops[1]), 64) + index * scale

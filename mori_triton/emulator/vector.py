@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 from mori_triton.emulator import asm, isa
@@ -18,6 +19,9 @@ _WIDTH = {"q": 64, "w": 64, "d": 64}
 
 # modifiers of a result, in the order they apply
 _RESULT_MODIFIERS = ("mul", "div", "clamp", "bitop3")
+# modifiers that only a mnemonic's encoding suffix makes valid
+_DPP_MODIFIERS = re.compile(r"quad_perm|row_|wave_|bank_mask|bound_ctrl")
+_SDWA_MODIFIERS = re.compile(r"(src[01]_sel|dst_sel|dst_unused)$")
 
 
 class Source(NamedTuple):
@@ -91,7 +95,12 @@ class Vector(Lanes, Packed, Matrix):
         opsel = bracket_list(mods["op_sel"]) if "op_sel" in mods else []
         if any(opsel) and not set(types) & set("he"):
             raise KeyError("op_sel")
-        sdwa = ins.mn.endswith("sdwa")
+        sdwa, is_dpp = ins.mn.endswith("sdwa"), ins.mn.endswith("dpp")
+        for m in mods:
+            if (not is_dpp and _DPP_MODIFIERS.match(m)) or (not sdwa and _SDWA_MODIFIERS.match(m)):
+                raise KeyError(f"modifier {m}")
+            if dtypes[0] == "m" and m in _RESULT_MODIFIERS:
+                raise KeyError(f"{m} on a compare")
         for i, (t, o) in enumerate(zip(stypes, srcs, strict=True)):
             half = o.half or ("h" if t in "he" and i < len(opsel) and opsel[i] else None)
             source = Source(t, o, half, mods.get(f"src{i}_sel", "DWORD") if sdwa else "DWORD")
@@ -110,7 +119,7 @@ class Vector(Lanes, Packed, Matrix):
             raise KeyError("destination")
         args.append((f"i{W}", self.exec().name))
         part = self.destination_part(name, dtypes[0], d0, opsel[len(stypes) : len(stypes) + 1], mods if sdwa else {})
-        dpp = self.dpp_lanes(ins) if ins.mn.endswith("dpp") else None
+        dpp = self.dpp_lanes(ins) if is_dpp else None
         key.append(f"d{dtypes}{part}{'_'.join(f'{m}{mods[m]}' for m in _RESULT_MODIFIERS if m in mods)}")
         if dpp:
             key.append("dpp_" + "_".join(f"{k}{v}" for k, v in mods.items()))

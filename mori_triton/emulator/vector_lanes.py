@@ -63,6 +63,8 @@ class Lanes(LiftBase):
             raise KeyError("dpp control")
         value = m[control]
         n = int(value) if isinstance(value, str) and value.isdigit() else 0
+        if control == "row_bcast" and n not in (15, 31):
+            raise KeyError("dpp control")
         quad = [int(x) for x in value.strip("[]").split(",")] if control == "quad_perm" else []
         for lane in range(self.W):
             source, good = _dpp_source(control, n, quad, lane, self.W)

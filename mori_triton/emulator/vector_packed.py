@@ -68,11 +68,11 @@ class Packed(LiftBase):
 
     def packed(self, ins: Inst, ops: list[str], k: str) -> None:
         n, W, (letter, fn) = len(ops) - 1, self.W, PACKED[k]
-        if "clamp" in ins.mods:
-            raise KeyError("clamp")
         lo, hi = _modifier(ins, "op_sel", 0, n), _modifier(ins, "op_sel_hi", 1, n)
         neg_lo, neg_hi = _modifier(ins, "neg_lo", 0, n), _modifier(ins, "neg_hi", 0, n)
         srcs = [self.op(o) for o in ops[1:]]
+        if any(o.neg or o.abs for o in srcs) or (letter == "h" and any(neg_lo + neg_hi)):
+            raise KeyError("sign modifier")
         read = self.pair if letter == "f" else self.halves
         args = [("ptr", self.vptr(o.idx)) if o.kind == "v" else read(o, letter) for o in srcs]
         args += [("ptr", self.vptr(self.op(ops[0]).idx)), (f"i{W}", self.exec().name)]

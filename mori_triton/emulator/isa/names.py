@@ -108,7 +108,7 @@ def canonical(mn: str) -> str:
 # no effect on values here: hints, waits (accesses complete in order), cache maintenance, freeing registers
 NOP = re.compile(
     r"s_(nop|delay_alu|clause|wait\w*|code_end|setprio|set_inst_prefetch\w*|inst_prefetch"
-    r"|ttracedata\w*|sendmsg|icache_inv|dcache\w*|prefetch\w*)$|v_nop$"
+    r"|ttracedata\w*|icache_inv|dcache\w*|prefetch\w*)$|v_nop$"
     r"|global_(inv|wb|wbinv|prefetch\w*)$|buffer_(inv|wbl2|gl\d_inv)$"
 )
 
@@ -120,8 +120,10 @@ MODIFIERS = tuple(
     (re.compile(family), re.compile(f"({allowed})$"))
     for family, allowed in (
         (r"v_(mfma|wmma)", "none"),
-        (r"v_(pk_|fma_mix)", "op_sel|op_sel_hi|neg_lo|neg_hi|clamp"),
+        (r"v_pk_", "op_sel|op_sel_hi|neg_lo|neg_hi"),
+        (r"v_fma_mix", "op_sel|op_sel_hi|clamp"),
         (r"v_permlane", "op_sel"),
+        (r"v_(readlane|readfirstlane|writelane|swap|s)_", "none"),
         (r"v_", f"op_sel|clamp|mul|div|bitop3|{_DPP}|{_SDWA}"),
         (r"s_(buffer_)?load", f"offset|scale_offset|{_CACHE}"),
         (r"s_", "none"),
