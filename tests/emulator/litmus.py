@@ -1,4 +1,4 @@
-"""Runs small kernels of several devices together in weak-memory mode."""
+"""Runs small kernels of several devices together in weak-memory mode; the kernels that most litmus tests share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -15,6 +16,12 @@ from mori_triton.emulator.launch import Launch
 from mori_triton.emulator.machine import Event, Machine
 from mori_triton.emulator.module import Module, load_code
 from mori_triton.emulator.weak import WeakMemory
+
+CLEAN_SEEDS, BROKEN_SEEDS = range(50), range(5)
+# words of a message, and what is in them
+N = 64
+WANTED = np.arange(1, N + 1)
+POINTERS2, POINTERS3 = ("*i32",) * 2, ("*i32",) * 3
 
 
 @functools.cache
@@ -95,3 +102,43 @@ class Litmus:
                 self.machine.state.epoch += 1
             elif event in (Event.STUCK, Event.QUIET) or self.machine.instructions > limit:
                 raise AssertionError("\n".join(self.machine.waiting_waves()))
+
+
+@triton.jit
+def send(data, flag, SEM: tl.constexpr, SCOPE: tl.constexpr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    tl.store(data + offs, offs + 1)
+    tl.debug_barrier()
+    tl.atomic_xchg(flag, 1, sem=SEM, scope=SCOPE)
+
+
+@triton.jit
+def receive(data, flag, out, SEM: tl.constexpr, SCOPE: tl.constexpr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    while tl.atomic_add(flag, 0, sem=SEM, scope=SCOPE) == 0:
+        pass
+    tl.debug_barrier()
+    tl.store(out + offs, tl.load(data + offs))
+
+
+@triton.jit
+def fill(data, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    tl.store(data + offs, offs + 1)
+
+
+@triton.jit
+def signal(flag, SEM: tl.constexpr):
+    tl.atomic_xchg(flag, 1, sem=SEM, scope="sys")
+
+
+@triton.jit
+def wait(flag, SEM: tl.constexpr):
+    while tl.atomic_add(flag, 0, sem=SEM, scope="sys") == 0:
+        pass
+
+
+@triton.jit
+def read(data, out, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    tl.store(out + offs, tl.load(data + offs))
