@@ -22,7 +22,7 @@ from mori_triton.errors import StateError, check_tensor, require
 from mori_triton.host.state import current
 from mori_triton.layers.op_pool import OpShape, ops_of
 from mori_triton.layers.shards import ExpertShard, ExpertsModule, experts_modules, local_shard
-from mori_triton.layers.traffic import report
+from mori_triton.layers.traffic import is_watched, report
 
 
 def mori_ep_experts_forward(
@@ -63,11 +63,14 @@ def mori_ep_experts_forward(
         scores = received_weights[:num_received].to(top_k_weights.dtype)
         partial = op.get_registered_combine_input_buffer(x.dtype, hidden_dim)[:num_received]
         partial.copy_(local_experts(module, shard, received[:num_received], received_index[:num_received], scores))
+        # taken before combine: after it a faster peer may be writing those of the next layer
+        source_pes = op.decode_send_flat_idx(op.get_dispatch_src_token_pos())[0] if is_watched(module) else None
         combined, _ = op.combine(partial, None, indices)
         # the op reuses its buffer in the next layer
         output = combined[:num_tokens].clone().view(hidden_states.shape)
         # last, so that a watcher that raises leaves the op between rounds
-        report(module, shard, indices, lambda: op.decode_send_flat_idx(op.get_dispatch_src_token_pos())[0])
+        if source_pes is not None:
+            report(module, shard, indices, source_pes)
     if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
         output = _ForwardOnly.apply(output, hidden_states, top_k_weights)
     return output

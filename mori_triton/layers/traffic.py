@@ -49,21 +49,21 @@ def watch_traffic(model: torch.nn.Module, callback: Callable[[LayerTraffic], Non
             watchers.remove(entry)
 
 
-def report(
-    module: ExpertsModule, shard: ExpertShard, top_k_index: torch.Tensor, source_pes: Callable[[], torch.Tensor]
-) -> None:
+def is_watched(module: ExpertsModule) -> bool:
+    """Whether `report` has anyone to tell."""
+    return bool(getattr(module, _WATCHERS, None))
+
+
+def report(module: ExpertsModule, shard: ExpertShard, top_k_index: torch.Tensor, source_pes: torch.Tensor) -> None:
     """Tell `module`'s watchers about a dispatch.
 
     Args:
         top_k_index: `[tokens, k]` expert ids of this PE's tokens.
-        source_pes: called only when someone watches; returns the source PE of each received token.
+        source_pes: the source PE of each received token.
     """
-    watchers = getattr(module, _WATCHERS, None)
-    if not watchers:
-        return
     sent = tokens_per_pe(top_k_index, shard)
-    received = torch.bincount(source_pes().long(), minlength=shard.n_pes).tolist()
-    for name, callback in list(watchers):
+    received = torch.bincount(source_pes.long(), minlength=shard.n_pes).tolist()
+    for name, callback in list(getattr(module, _WATCHERS, ())):
         callback(LayerTraffic(name, shard.pe, len(top_k_index), tuple(sent), tuple(received)))
 
 

@@ -19,7 +19,7 @@ from mori_triton.host import state as host_state
 from mori_triton.ops.buffers import EpBuffers, ep_buffer_layout
 from mori_triton.ops.combine import check_combine, launch_combine
 from mori_triton.ops.config import PAYLOAD_DTYPES, EpDispatchCombineConfig
-from mori_triton.ops.dispatch import check_dispatch, launch_dispatch
+from mori_triton.ops.dispatch import check_dispatch, is_absent, launch_dispatch
 from mori_triton.ops.local_expert_count import local_expert_count
 from mori_triton.ops.tuning import EpLaunchConfig, launch_config
 
@@ -47,7 +47,8 @@ class EpDispatchCombineOp:
     """Sends tokens to the PEs of their experts and the experts' outputs back.
 
     Collective to construct, to call, to `reset` and to `close`: every PE, same order. Several ops may live at once,
-    each with its own buffers. Outputs are views of the op's buffers, valid until the next call of the same kind.
+    each with its own buffers. Outputs are views of the op's buffers: dispatch's are valid until combine is called, for
+    a peer that has the rows back may already send the next ones, and combine's until the next combine.
 
     Args:
         config: the problem, equal on every PE but for `rank`.
@@ -90,7 +91,7 @@ class EpDispatchCombineOp:
         self.device = state.heap.ctx.device
         self.local_expert_count = torch.zeros(config.num_experts_per_rank, dtype=torch.int32, device=self.device)
         self._dispatched = torch.empty(0, config.num_experts_per_token, dtype=torch.int32)
-        self._num_tokens = self._rounds = 0
+        self._num_tokens = 0
         # a fast peer's first write must not meet this PE's zeros: clear, finish, and only then let anyone go on
         self._clear()
         state.bootstrap.barrier("EpDispatchCombineOp: buffers are clear")
@@ -170,7 +171,7 @@ class EpDispatchCombineOp:
             out `[R, h]`, out_weights `[R, k]` float32, out_scales `[R, scale_dim]` (None without scales), out_indices
             `[R, k]` int32 and total_recv `[1]` int32. Rows from total_recv on hold anything, and so does out_weights
             when the senders gave none. Rows come in no particular order: `get_dispatch_src_token_pos` tells whose each
-            is. total_recv is good until the next dispatch.
+            is. All but total_recv, which is good until the next dispatch, may be overwritten once combine is called.
 
         Raises:
             ArgumentError: an argument is not as above; nothing was launched.
@@ -192,7 +193,6 @@ class EpDispatchCombineOp:
         if self._on_host():
             self._state.heap.check_errors()
         self._phase = _Phase.DISPATCHED
-        self._rounds += 1
         self._num_tokens = len(indices)
         self._dispatched = indices.clone() if self._on_host() else indices[:0]
         rows, k = self.config.max_recv, self.config.num_experts_per_token
@@ -243,8 +243,7 @@ class EpDispatchCombineOp:
         Returns:
             out `[M, h]`: for each token the float32 sum of its rows over its distinct PEs, in the order of its ids,
             rounded once (0 for a token that went nowhere), and out_weights `[M, k]` float32, summed alike, or None.
-            Rows from n on hold
-            anything, also rows of earlier rounds: slice by n.
+            Rows from n on hold anything, also rows of earlier rounds: slice by n.
 
         Raises:
             ArgumentError: an argument is not as above; nothing was launched.
@@ -257,7 +256,7 @@ class EpDispatchCombineOp:
         require(routing is None, "routing", "None: routing handles are not supported yet", routing)
         require(use_external_inp_buf in (-1, 0, 1), "use_external_inp_buf", "-1, 0 or 1", use_external_inp_buf)
         shape = self._shape(block_num, warp_per_block)
-        if weights is not None and weights.dim() < 2 and weights.numel() == 0:
+        if is_absent(weights, 0):
             weights = None
         check_combine(
             self.config, self.device, input, weights, indices,
@@ -287,19 +286,22 @@ class EpDispatchCombineOp:
         self._state.heap.take_errors()
         self._clear()
         self._state.bootstrap.barrier("EpDispatchCombineOp.reset: buffers are clear")
-        self._dispatched, self._num_tokens, self._rounds = self._dispatched[:0], 0, 0
+        self._dispatched, self._num_tokens = self._dispatched[:0], 0
         self._phase = _Phase.IDLE
 
     # -- what a round left behind ----------------------------------------------------------------------------
 
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
-        """Whose rows the newest dispatch brought: int32 `[total_recv]`, `source PE * M + token`. Waits for the device.
+        """Whose rows dispatch brought: int32 `[total_recv]`, `source PE * M + token`. Waits for the device.
 
-        `decode_send_flat_idx` takes it apart. A view, valid until the next dispatch. StateError before the first one.
+        `decode_send_flat_idx` takes it apart. A view, valid until combine is called; StateError at other times.
         """
         self._check_usable()
-        if self._rounds == 0:
-            raise StateError("get_dispatch_src_token_pos: no dispatch yet, or none since reset()")
+        if self._phase is not _Phase.DISPATCHED:
+            raise StateError(
+                f"get_dispatch_src_token_pos: the op is {self._phase.value}; ask between dispatch and combine, "
+                "afterwards peers may be writing the next round's"
+            )
         self._state.driver.synchronize()
         total = int(self._buffers.view("total_recv", torch.int32, 1)[0])
         return self._buffers.view("recv_sources", torch.int32, self.config.max_recv)[:total]

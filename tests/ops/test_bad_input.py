@@ -144,6 +144,7 @@ def bad_combines(pe: int) -> list[list[dict[str, Any]]]:
             (("indices[1]", str(other[1].tolist()), str(indices[1].tolist())), (rows, None, other), {}),
             (("weights.dtype", "float16"), (rows, out_weights[:total].half(), indices), {}),
             (("weights.shape", f"[{total}, {K - 1}]"), (rows, torch.ones(total, K - 1), indices), {}),
+            (("weights", "torch.Tensor", "list"), (rows, [1.0], indices), {}),
             (("weights.shape[0]", f">= {total}"), (rows, out_weights[: total - 1], indices), {}),
             (("use_external_inp_buf", "got 2"), (rows, None, indices), {"use_external_inp_buf": 2}),
             (("input", "get_registered_combine_input_buffer"), (rows, None, indices), {"use_external_inp_buf": 0}),
@@ -154,6 +155,8 @@ def bad_combines(pe: int) -> list[list[dict[str, Any]]]:
                 combine(*given, **named)
             assert all(part in str(caught.value) for part in parts), (parts, str(caught.value))
         outcomes.append(combine_round(op, CASE, pe, got))
+        # a peer may be in the next round, and writing here
+        refuses(op.get_dispatch_src_token_pos, StateError, "waiting for dispatch", "between dispatch and combine")
     op.close()
     return [outcomes]
 
@@ -203,7 +206,7 @@ def wrong_worlds(pe: int) -> list[list[dict[str, Any]]]:
     op = start(CASE, pe)
     sizes = op.max_num_tokens_to_recv(), op.max_num_tokens_to_recv_per_rank()
     assert (*sizes, op.max_num_tokens_to_send(), op.max_num_tokens_to_send_per_rank()) == (2 * N, N, 2 * N, N)
-    refuses(op.get_dispatch_src_token_pos, StateError, "no dispatch yet")
+    refuses(op.get_dispatch_src_token_pos, StateError, "waiting for dispatch", "between")
     refuses(lambda: op.get_registered_combine_input_buffer(torch.int8), ArgumentError, "dtype", "int8")
     refuses(lambda: op.get_registered_combine_input_buffer(torch.float32), ArgumentError, "dtype", "2 bytes")
     refuses(lambda: op.get_registered_combine_input_buffer(torch.bfloat16, H + 1), ArgumentError, "hidden_dim")

@@ -329,7 +329,7 @@ def test_d3_d9_epoch_counts_rounds_and_counters_end_at_zero() -> None:
         op.reset()
         for name in ("epoch", "dispatch_signals", "combine_signals"):
             assert set(words(op, name, torch.int64)) == {0}
-        with pytest.raises(StateError, match="no dispatch yet"):
+        with pytest.raises(StateError, match="waiting for dispatch"):
             op.get_dispatch_src_token_pos()
         op.close()
 
