@@ -31,7 +31,7 @@ def _words(names: str) -> list[tuple[str, type]]:
 
 
 class Race(ctypes.Structure):
-    """`Race` of weak.h: one load and one store without the synchronisation between them that `missing` names."""
+    """`Race` of weak_state.h: one load and one store without the synchronisation between them that `missing` names."""
 
     _fields_ = [
         *_words("address count"),
@@ -46,7 +46,7 @@ class Race(ctypes.Structure):
 
 
 class _System(ctypes.Structure):
-    """`WeakSystem` of weak.h."""
+    """`WeakSystem` of weak_state.h."""
 
     _fields_ = [
         *_words(
@@ -64,7 +64,7 @@ class _System(ctypes.Structure):
 
 
 class _Launch(ctypes.Structure):
-    """`WeakLaunch` of weak.h."""
+    """`WeakLaunch` of weak_state.h."""
 
     _fields_ = [
         *_words("system device number acquire_per_wave release_per_wave wait_releases homes num_homes groups"),
