@@ -53,7 +53,8 @@ COLD void note_race(Reader& r, u64 a, const Version& v, Scope scope) {
 
 // Has an agent-scope load a chance to see this store of a peer? Its device's cache need not look again, ever.
 bool lucky(const WeakSystem* s, const Version& v) {
-  u64 x = (s->salt ^ v.word ^ v.at_system) * 0x9E3779B97F4A7C15ull;
+  // no address goes into it: a seed repeats in another process
+  u64 x = (s->salt ^ v.at_system) * 0x9E3779B97F4A7C15ull;
   return x >> 63;
 }
 

@@ -155,6 +155,24 @@ def test_flags_need_system_scope_on_both_sides(setting, polling, missing):
     assert ended == 20 if missing is None else 2 < ended < 18
 
 
+def test_a_seed_repeats_wherever_its_memory_lies():
+    """Which stores a poll of too narrow a scope gets to see must not depend on addresses of the host."""
+    kept = []
+    for seed in range(20):
+        outcomes = set()
+        for _ in range(3):
+            run = Litmus(seed)
+            flags, out = run.buffer(1, 512), run.buffer(1, 1)
+            flag = flags[32 * len(kept) % 512 :]
+            # earlier runs are kept, so that no two have their caches at one address
+            kept.append(run)
+            run.submit(0, _set, (flag,), ("*i32",), SCOPE="sys")
+            run.submit(1, _peek, (flag, out), POINTERS2, SCOPE="gpu")
+            run.run()
+            outcomes.add((int(out[0]), run.machine.trace_hash))
+        assert len(outcomes) == 1, seed
+
+
 @triton.jit
 def _ticket(counter, out):
     tl.store(out + tl.program_id(0), tl.atomic_add(counter, 1, sem="relaxed", scope="gpu"))
