@@ -225,6 +225,26 @@ def test_b11_several_experts_on_one_pe_send_once() -> None:
 # -- C: combine contract
 
 
+def test_c1_combine_given_the_indices_that_dispatch_returned() -> None:
+    case = Case(num_pes=2, max_tokens=4)
+    # each PE gets as many rows as it sends tokens, but not the same ones
+    sent = with_ids(case, [[[3, 4, 5]] * 4, [[0, 1, 2]] * 4])
+
+    def program(pe: int) -> dict[str, Any]:
+        op = start(case, pe)
+        got = dispatch_round(op, case, sent[pe])
+        returned = torch.from_numpy(got["indices"])
+        rows = got["out"][: got["total"]]
+        with pytest.raises(ValueError, match=r"indices.shape\[0\]: want 4, .* got 8") as caught:
+            op.combine(rows, None, returned)
+        assert isinstance(caught.value, ArgumentError)
+        with pytest.raises(ArgumentError, match=r"indices\[0\]: want .* as given to dispatch, got"):
+            op.combine(rows, None, returned[: got["total"]].contiguous())
+        return combine_round(op, case, pe, got)
+
+    check_rounds(case, [sent], [[got] for got in world(2).run(program)])
+
+
 @pytest.mark.parametrize("top_k", [1, 2, 4, 6, 8, 9, 10])
 def test_c2_c3_weights_or_none_give_the_same_tokens(top_k: int) -> None:
     sent = [round_of(Case(top_k=top_k, experts_per_pe=5), pe, 0) for pe in range(2)]

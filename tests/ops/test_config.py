@@ -194,6 +194,23 @@ def test_d17_every_writer_and_reader_have_a_word_of_their_own() -> None:
         assert layout["dispatch_signals"].num_bytes == layout["combine_signals"].num_bytes == 8 * num_pes
 
 
+def test_d14_one_layout_whatever_pe_asks() -> None:
+    """Sender and receiver name one byte alike: every offset follows from what is equal on all PEs, and slots decode."""
+    for num_pes in range(2, 65):
+        for experts in (1, 48, 512):
+            case = Case(num_pes=num_pes, experts_per_pe=experts, hidden=24, scales=(3, 1))
+            layouts = {ops.ep_buffer_layout(config_of(case, pe)) for pe in (0, num_pes // 2, num_pes - 1)}
+            assert len(layouts) == 1
+            (layout,), ours = layouts, config_of(case, 0)
+            assert regions_do_not_overlap(layout)
+            assert ours.max_recv == num_pes * ours.max_recv_per_rank
+            strides = {name: layout[name].num_bytes / ours.max_recv for name in ("recv_tokens", "recv_sources")}
+            assert strides == {"recv_tokens": 24 * 2, "recv_sources": 4}
+            last = (num_pes - 1) * ours.max_recv + ours.max_recv - 1
+            assert divmod(last, ours.max_recv) == (num_pes - 1, ours.max_recv - 1)
+            assert last < 2**31
+
+
 def test_a_layout_of_many_gibibytes_does_not_wrap() -> None:
     big = config_of(Case(num_pes=32, hidden=7168, top_k=8), 0, max_num_inp_token_per_rank=65536, max_token_type_size=4)
     layout = ops.ep_buffer_layout(big)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
+import time
 import traceback
 from typing import Any
 
@@ -14,14 +15,16 @@ from tests.ops.cases import Case, check_case, run_case
 pytestmark = pytest.mark.cpu
 
 
-def pe_main(pe: int, num_pes: int, unique_id: bytes, work: list[Case], results: Any) -> None:
-    """A PE's process."""
+def pe_main(pe: int, num_pes: int, unique_id: bytes, work: list[Case], results: Any, late_s: float) -> None:
+    """A PE's process, which takes its time to finalize when it is the last PE."""
     try:
         from mori_triton import emulator, shmem
 
         emulator.activate("gfx1201")
         shmem.shmem_init_attr(shmem.MORI_SHMEM_INIT_WITH_UNIQUEID, pe, num_pes, unique_id)
         outcome = [run_case(pe, case) for case in work]
+        if pe == num_pes - 1:
+            time.sleep(late_s)
         shmem.shmem_finalize()
         results.send(outcome)
     except BaseException:
@@ -29,7 +32,7 @@ def pe_main(pe: int, num_pes: int, unique_id: bytes, work: list[Case], results: 
         raise
 
 
-def run_processes(num_pes: int, work: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
+def run_processes(num_pes: int, work: list[Case], monkeypatch: pytest.MonkeyPatch, late_s: float = 0.0) -> None:
     from mori_triton import shmem
 
     monkeypatch.setenv("MORI_SHMEM_HEAP_SIZE", "16M")
@@ -37,7 +40,7 @@ def run_processes(num_pes: int, work: list[Case], monkeypatch: pytest.MonkeyPatc
     unique_id = shmem.shmem_get_unique_id()
     pipes = [context.Pipe(duplex=False) for _ in range(num_pes)]
     processes = [
-        context.Process(target=pe_main, args=(pe, num_pes, unique_id, work, pipes[pe][1]), daemon=True)
+        context.Process(target=pe_main, args=(pe, num_pes, unique_id, work, pipes[pe][1], late_s), daemon=True)
         for pe in range(num_pes)
     ]
     for process in processes:
@@ -65,3 +68,8 @@ def test_one_process_per_pe(num_pes: int, monkeypatch: pytest.MonkeyPatch) -> No
         Case(num_pes=num_pes, num_ops=2, routing="duplicates", weights=False),
     ]
     run_processes(num_pes, work, monkeypatch)
+
+
+def test_d6_processes_end_well_when_one_finalizes_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody unmaps what a peer may still read, however far apart they come to the end."""
+    run_processes(2, [Case(num_pes=2, rounds=2)], monkeypatch, late_s=0.3)
