@@ -205,3 +205,29 @@ def order_kernel(ctx, data, sig):
     shmem.atomic_set(ctx, sig, 1, 0)
     shmem.acquire(ctx)
     tl.store(data + 512, tl.load(data + 513))
+
+
+@triton.jit(do_not_specialize=["rounds"])
+def ball_kernel(ctx, sig, seen, rounds, STYLE: tl.constexpr):
+    """Two PEs hand a round number to and fro; each waits in its own way. sig: int64 [1], symmetric; seen: int64 [1]."""
+    me = shmem.my_pe(ctx)
+    zero = tl.full([], 0, tl.int64)
+    last = zero
+    for i in range(rounds):
+        if me == 1:
+            shmem.signal_set(ctx, sig, i + 1, 0)
+        if STYLE == "wait":
+            last = shmem.wait_ge(ctx, sig, i + 1, 1 - me, 21)
+        elif STYLE == "wait_all":
+            last = shmem.wait_all_ge(ctx, sig, 1, i + 1, 22)
+        elif STYLE == "atomic_add":
+            last = tl.atomic_add(sig, 0, sem="acquire", scope="sys")
+            while last < i + 1:
+                last = tl.atomic_add(sig, 0, sem="acquire", scope="sys")
+        else:
+            last = tl.atomic_cas(sig, zero, zero, sem="acquire", scope="sys")
+            while last < i + 1:
+                last = tl.atomic_cas(sig, zero, zero, sem="acquire", scope="sys")
+        if me == 0:
+            shmem.signal_set(ctx, sig, i + 1, 1)
+    tl.store(seen, last)

@@ -192,6 +192,25 @@ def test_a_row_is_there_once_its_signal_is(arch: str, n: int, rounds: int) -> No
     assert [pes.count(pe) for pe in range(n)] == [0] * n
 
 
+@pytest.mark.parametrize("arch", ["gfx1201", "gfx942"])
+@pytest.mark.parametrize("style", ["wait", "wait_all", "atomic_add", "atomic_cas"])
+def test_d18_a_thousand_rounds_end_whatever_polls(style: str, arch: str) -> None:
+    """The library's waits, and Triton's atomics in a `while`, as kernels written without it have them."""
+    rounds = 1000
+    pes = Pes(2, arch)
+    for pe in range(2):
+        pes.view(pe, SIG, 1, torch.int64).zero_()
+
+    def program(pe: int, ctx) -> int:
+        seen = torch.full((1,), -99, dtype=torch.int64)
+        sig = pes.view(pe, SIG, 1, torch.int64)
+        launch(kernels.ball_kernel, (1,), ctx, sig, seen, rounds, STYLE=style, num_warps=2)
+        return int(seen[0])
+
+    assert pes.run(program) == [rounds] * 2
+    assert [pes.count(pe) for pe in range(2)] == [0] * 2
+
+
 # -------------------------------------------------------------------------------------------------------------- barrier
 
 
