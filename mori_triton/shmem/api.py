@@ -61,6 +61,7 @@ def shmem_init_attr(flags: int, rank: int, nranks: int, unique_id: bytes) -> int
     if flags == MORI_SHMEM_INIT_WITH_MPI_COMM:
         return shmem_mpi_init()
     require(flags == MORI_SHMEM_INIT_WITH_UNIQUEID, "flags", "MORI_SHMEM_INIT_WITH_UNIQUEID", flags)
+    require(isinstance(unique_id, (bytes, bytearray, memoryview)), "unique_id", "bytes", type(unique_id).__name__)
     settings = env.snapshot()
     _open(tcp.TcpBootstrap(bytes(unique_id), rank, nranks, timeout_s=settings.bootstrap_timeout_s), settings)
     return 0

@@ -125,6 +125,25 @@ def test_i1_life_cycle_in_a_world():
     assert attached.count(("attach", 0)) == attached.count(("detach", 0)) == 5
 
 
+def test_i2_up_is_what_the_state_says():
+    """Ended from outside, not through `shmem_finalize`: no flag of shmem's own says that it is still up."""
+    group = ThreadGroup(2, timeout_s=5)
+
+    def program(pe):
+        state.bind(state.open_state(group.bootstrap(pe), CpuDriver(), SETTINGS, owns_bootstrap=False))
+        for _ in range(2):
+            shmem.shmem_malloc(64)
+            state.current().close()
+            with pytest.raises(StateError, match=f"finalized .it was PE {pe} of 2"):
+                shmem.shmem_malloc(64)
+            assert shmem.shmem_init_attr(shmem.MORI_SHMEM_INIT_WITH_UNIQUEID, pe, 2, b"") == 0
+        address = shmem.shmem_malloc(64)
+        shmem.shmem_finalize()
+        return address > 0
+
+    assert run_threads(2, program) == [True, True]
+
+
 def test_memory():
     def program(here):
         heap = here.heap
@@ -270,6 +289,8 @@ def test_bad_init_leaves_nothing(monkeypatch):
         (5, 0, 1, unique_id),
         (with_id, 1, 1, unique_id),
         (with_id, 0, 0, unique_id),
+        (with_id, 0, 1, "0" * 128),
+        (with_id, 0, 1, None),
         (with_id, 0, 1, b"x"),
     ):
         with pytest.raises(ArgumentError):

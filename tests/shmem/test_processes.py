@@ -21,8 +21,11 @@ def segments():
     return sorted(os.listdir("/dev/shm"))
 
 
-def test_worlds_of_processes():
-    """One start of four processes for all of it, since starting one takes seconds."""
+def test_i1_i9_i13_worlds_of_processes():
+    """Worlds again and again, subgroups without global rank 0, a PE that does not come, a PE that is killed.
+
+    One start of four processes for all of it, since starting one takes seconds.
+    """
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     before = segments()
