@@ -149,16 +149,25 @@ class Memory(Lds):
         data, address, resource, scalar = ops
         if "idxen" in mods:
             raise KeyError("idxen")
-        low = self.sread(self.op(f"s[{resource.idx}:{resource.idx + 1}]"), 64)
+        base, limit = self.resource(resource.idx)
         self.access(
             what,
             address.idx,
             data.idx,
             how | (BUFFER_OFFSET if "offen" in mods else BUFFER),
-            base=(low & 0xFFFFFFFFFFFF) + self.sread(scalar).zext(64),
+            base=base + self.sread(scalar).zext(64),
             offset=offset,
-            limit=self.f.load(self.sptr(resource.idx + 2), 32),
+            limit=limit,
         )
+
+    def resource(self, register: int) -> tuple[Val, Val]:
+        """(address, bytes as 32 bits) of a raw buffer's resource in four scalar registers."""
+        low, high = self.f.load(self.sptr(register), 64), self.f.load(self.sptr(register + 2), 64)
+        if self.p.arch != "gfx1250":
+            return low & 0xFFFFFFFFFFFF, high.trunc(32)
+        # 57 bits of address, then 45 bits of size; offsets have 32 bits, so a larger size has no end that they reach
+        size = (low >> 57) | ((high & ((1 << 38) - 1)) << 7)
+        return low & ((1 << 57) - 1), size.cmp("ugt", 0xFFFFFFFF).pick(0xFFFFFFFF, size).trunc(32)
 
     def scalar_load(self, register: int, address: Val, num_bytes: int) -> None:
         """Load num_bytes from an address into consecutive scalar registers."""

@@ -123,6 +123,13 @@ def active(mask: int, W: int) -> np.ndarray:
     return np.array([bool(mask >> lane & 1) for lane in range(W)])
 
 
+def set_resource(wave: BareWave, base: int, num_bytes: int) -> None:
+    """A raw buffer in s[8:11]. gfx1250: 57 bits of address, 45 of size; others: 48 of address, size in the third word."""
+    bits = base | num_bytes << (57 if wave.p.program.arch == "gfx1250" else 64)
+    wave.set64(8, bits & ((1 << 64) - 1))
+    wave.set64(10, bits >> 64)
+
+
 def prepare(wave: BareWave, memory: np.ndarray, start: int, offsets: np.ndarray, limit: int) -> None:
     """Point every addressing mode at memory[start + offsets]."""
     base = memory.ctypes.data + start
@@ -132,8 +139,8 @@ def prepare(wave: BareWave, memory: np.ndarray, start: int, offsets: np.ndarray,
     wave.v[12], wave.v[13] = address & 0xFFFFFFFF, address >> 32
     wave.set64(4, base - OFFSET)
     # the resource's base, half of the way as scalar offset; out of range from `limit` on
-    wave.set64(8, base - OFFSET - 64)
-    wave.s[10], wave.s[11], wave.s[6], wave.s[7] = limit + OFFSET, 0, 64, 0
+    set_resource(wave, base - OFFSET - 64, limit + OFFSET)
+    wave.s[6], wave.s[7] = 64, 0
 
 
 def loaded(raw: np.ndarray, old: np.ndarray, ty: str) -> np.ndarray:
@@ -231,6 +238,19 @@ def test_buffers_end_where_their_resource_says(program):
         assert wave("store_b32_buffer", (1 << W) - 1) == lay.DONE
         before.view(np.uint32)[:W][inside] = 0x01020304
         np.testing.assert_array_equal(memory, before)
+
+
+@pytest.mark.parametrize("num_bytes", [(1 << 31) - 2, (1 << 32) - 1, 1 << 32, (1 << 45) - 1])
+def test_large_buffers_have_all_their_bytes(program, num_bytes):
+    if num_bytes >= 1 << 32 and program.program.arch != "gfx1250":
+        pytest.skip("sizes have 32 bits")
+    wave, memory = BareWave(program), np.zeros(1 << 25, np.uint8)
+    memory[-4:] = 1, 2, 3, 4
+    prepare(wave, memory, 0, np.full(program.W, (1 << 25) - 4), 0)
+    set_resource(wave, memory.ctypes.data - OFFSET - 64, num_bytes)
+    wave.v[20] = SENTINEL
+    assert wave("load_b32_buffer", (1 << program.W) - 1) == lay.DONE
+    assert (wave.v[20] == 0x04030201).all()
 
 
 def test_other_forms(program):

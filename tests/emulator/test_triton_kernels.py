@@ -55,6 +55,15 @@ def test_vadd(on):
 
 
 @archs(*ARCHS)
+def test_ends_of_a_large_array(on):
+    """Beyond 16 MiB: all bits of the size in a buffer's resource count."""
+    n = 5_000_000
+    x, y, out = random(n), random(n), nan(n)
+    kernels.vadd[(triton.cdiv(n, 1 << 14),)](x, y, out, n, BLOCK=1 << 14, num_warps=8)
+    assert torch.equal(out, x + y)
+
+
+@archs(*ARCHS)
 def test_spin_lock(on):
     count, lock, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), torch.full((10,), -1).int()
     out[0] = 0
