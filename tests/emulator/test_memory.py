@@ -124,7 +124,7 @@ def active(mask: int, W: int) -> np.ndarray:
 
 
 def set_resource(wave: BareWave, base: int, num_bytes: int) -> None:
-    """A raw buffer in s[8:11]. gfx1250: 57 bits of address, 45 of size; others: 48 of address, size in the third word."""
+    """A raw buffer in s[8:11]. gfx1250: 57 bits of address, 45 of size; others: 48 and, in the third word, 32."""
     bits = base | num_bytes << (57 if wave.p.program.arch == "gfx1250" else 64)
     wave.set64(8, bits & ((1 << 64) - 1))
     wave.set64(10, bits >> 64)
