@@ -178,7 +178,8 @@ class EpDispatchCombineOp:
             StateError: closed, finalized, or the last dispatch still waits for its combine; nothing was launched.
             ReceiveOverflow: more than `R` rows came (`max_total_recv_tokens` is too small); those beyond were dropped,
                 the round can go on with combine.
-            PeerTimeout: a peer's rows did not come in time; `reset` makes the op usable again.
+            PeerTimeout: a peer's rows did not come in time; `reset` makes the op usable again. Or a wait of the caller's
+                own kernels did not end: then nothing was launched.
         """
         self._check_usable()
         if self._phase is not _Phase.IDLE:
@@ -188,10 +189,14 @@ class EpDispatchCombineOp:
         )
         shape = self._shape(block_num, warp_per_block)
         given = check_dispatch(self.config, self.device, input, weights, scales, indices)
+        for name, tensor in (("input", input), ("weights", weights), ("scales", scales), ("indices", indices)):
+            region = self._region_of(tensor)
+            mine = region is None or not region.startswith("recv_")
+            require(mine, name, "memory that peers do not write meanwhile", f"dispatch's own output ({region})")
+        self._check_errors()
         self._phase = _Phase.BROKEN
         launch_dispatch(self._buffers, self._state.heap.ctx, self.config, given, shape)
-        if self._on_host():
-            self._state.heap.check_errors()
+        self._check_errors()
         self._phase = _Phase.DISPATCHED
         self._num_tokens = len(indices)
         self._dispatched = indices.clone() if self._on_host() else indices[:0]
@@ -248,7 +253,8 @@ class EpDispatchCombineOp:
         Raises:
             ArgumentError: an argument is not as above; nothing was launched.
             StateError: closed, finalized, or no dispatch waits for a combine; nothing was launched.
-            PeerTimeout: a peer's rows did not come in time; `reset` makes the op usable again.
+            PeerTimeout: a peer's rows did not come in time; `reset` makes the op usable again. Or a wait of the caller's
+                own kernels did not end: then nothing was launched.
         """
         self._check_usable()
         if self._phase is not _Phase.DISPATCHED:
@@ -267,11 +273,13 @@ class EpDispatchCombineOp:
         in_place = input.data_ptr() == registered or input.numel() == 0
         want = "the buffer of get_registered_combine_input_buffer, as use_external_inp_buf is off"
         require(bool(external) or in_place, "input", want, f"a tensor at {input.data_ptr():#x}, not {registered:#x}")
+        apart = in_place or self._region_of(input) != "combine_in"
+        require(apart, "input", "the registered buffer from its start, or other memory", "a part from within it")
+        self._check_errors()
         self._phase = _Phase.BROKEN
         ctx = self._state.heap.ctx
         results = launch_combine(self._buffers, ctx, self.config, input, weights, self._num_tokens, shape)
-        if self._on_host():
-            self._state.heap.check_errors()
+        self._check_errors()
         self._phase = _Phase.IDLE
         if call_reset:
             self.reset()
@@ -355,6 +363,18 @@ class EpDispatchCombineOp:
     def _on_host(self) -> bool:
         """Whether launches are over when they return and memory is read without waiting: the emulated device."""
         return self.device.type == "cpu"
+
+    def _check_errors(self) -> None:
+        """Raise what kernels have recorded; before a launch too, so that a caller's own failure spoils no round."""
+        if self._on_host():
+            self._state.heap.check_errors()
+
+    def _region_of(self, tensor: torch.Tensor | None) -> str | None:
+        """The op's buffer that a tensor begins in, None for other memory."""
+        if tensor is None or tensor.numel() == 0:
+            return None
+        offset = tensor.data_ptr() - self._address
+        return next((r.name for r in self._layout.regions if r.offset <= offset < r.offset + r.num_bytes), None)
 
     def _num_received(self) -> int | None:
         return int(self._buffers.view("total_recv", torch.int32, 1)[0]) if self._on_host() else None

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import triton
 
-from mori_triton import local_world, ops, shmem
-from mori_triton.errors import ArgumentError, HeapError, StateError
+from mori_triton import local_world, ops
+from mori_triton import shmem as host_shmem
+from mori_triton.device import shmem
+from mori_triton.device.launch import launch
+from mori_triton.errors import ArgumentError, HeapError, PeerTimeout, StateError
 from mori_triton.host import state as host_state
 from tests.ops.cases import Case, check_case, combine_round, config_of, dispatch_round, round_of, run_case, start
 
@@ -149,16 +154,23 @@ def bad_combines(pe: int) -> list[list[dict[str, Any]]]:
             (("use_external_inp_buf", "got 2"), (rows, None, indices), {"use_external_inp_buf": 2}),
             (("input", "get_registered_combine_input_buffer"), (rows, None, indices), {"use_external_inp_buf": 0}),
             (("routing", "not supported"), (rows, None, indices), {"routing": object()}),
+            (("input", "from its start"), (op.get_registered_combine_input_buffer(out.dtype)[1:], None, indices), {}),
             (("block_num", "got -2"), (rows, None, indices), {"block_num": -2}),
         ):
             with pytest.raises(ArgumentError) as caught:
                 combine(*given, **named)
             assert all(part in str(caught.value) for part in parts), (parts, str(caught.value))
         outcomes.append(combine_round(op, CASE, pe, got))
-        # a peer may be in the next round, and writing here
+        # peers may be in the next round, and writing here
+        for name, value in (("input", out[:N]), ("weights", out_weights[:N]), ("indices", out_indices_of(op)[:N])):
+            refuses(lambda: op.dispatch(**changed(**{name: value})), ArgumentError, name, "dispatch's own output")  # noqa: B023
         refuses(op.get_dispatch_src_token_pos, StateError, "waiting for dispatch", "between dispatch and combine")
     op.close()
     return [outcomes]
+
+
+def out_indices_of(op: ops.EpDispatchCombineOp) -> torch.Tensor:
+    return op._buffers.view("recv_indices", torch.int32, op.max_num_tokens_to_recv(), K)
 
 
 def test_combine_refuses() -> None:
@@ -186,7 +198,7 @@ def closed_and_finalized(pe: int) -> list[list[dict[str, Any]]]:
     outcomes = run_case(pe, CASE)
     assert host_state.current().heap.used_bytes == used, "close gives the memory back"
     late = start(CASE, pe)
-    shmem.shmem_finalize()
+    host_shmem.shmem_finalize()
     refuses(lambda: late.dispatch(**good()), StateError, "init")
     late.close()
     return outcomes
@@ -246,3 +258,31 @@ def raises_inside(pe: int) -> None:
 
 def test_context_manager_does_not_wait_for_peers_after_an_exception() -> None:
     local_world(2, heap_size="16M").run(raises_inside)
+
+
+ONE_ROUND = dataclasses.replace(CASE, rounds=1)
+
+
+@triton.jit
+def hopeless_kernel(ctx, sig_ptr):
+    """A caller's own kernel, which waits for what never comes."""
+    shmem.wait_ge(ctx, sig_ptr, 1, 0, 77)
+
+
+def fails_before(pe: int) -> list[list[dict[str, Any]]]:
+    op, heap = start(ONE_ROUND, pe), host_state.current().heap
+    word = heap.tensor((1,), torch.int64)
+    word.zero_()
+    launch(hopeless_kernel, (1,), heap.ctx, word, num_warps=1)
+    with pytest.raises(PeerTimeout, match="77"):
+        op.dispatch(**good())
+    got = dispatch_round(op, ONE_ROUND, round_of(ONE_ROUND, pe, 0))
+    launch(hopeless_kernel, (1,), heap.ctx, word, num_warps=1)
+    with pytest.raises(PeerTimeout, match="77"):
+        op.combine(got["out"], None, got["given"][3])
+    return [[combine_round(op, ONE_ROUND, pe, got)]]
+
+
+def test_a_failed_kernel_of_the_caller_does_not_spoil_the_round() -> None:
+    world = local_world(ONE_ROUND.num_pes, heap_size="16M", timeout_s=1.0)
+    check_case(ONE_ROUND, world.run(fails_before))
