@@ -79,7 +79,13 @@ def _cached_copy(source: Path) -> Path:
         stat = source.stat()
     except OSError as e:
         raise BitcodeError(f"device bitcode: {source} cannot be read: {e.strerror}") from e
-    return _copy_of(source, stat.st_mtime_ns, stat.st_size, env.cache_dir())
+    wanted = source, stat.st_mtime_ns, stat.st_size, env.cache_dir()
+    found = _copy_of(*wanted)
+    if not found.is_file():
+        # somebody has emptied the cache while this process runs
+        _copy_of.cache_clear()
+        found = _copy_of(*wanted)
+    return found
 
 
 @lru_cache(maxsize=64)

@@ -198,6 +198,9 @@ def test_find_bitcode_by_target(target: object, family: str, tmp_path: Path, mon
     assert bitcode.find_bitcode(target) == found
     assert found.read_bytes() == source.read_bytes()
     assert [p.name for p in found.parent.iterdir()] == [found.name]
+    # and so is one that is gone
+    shutil.rmtree(tmp_path / "bitcode")
+    assert bitcode.find_bitcode(target).read_bytes() == source.read_bytes()
 
 
 @pytest.mark.parametrize("target", ["", "gfx", "rdna4", "cpu", None, 90, types.SimpleNamespace(backend="xpu")])
