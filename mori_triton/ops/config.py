@@ -98,7 +98,8 @@ class EpDispatchCombineConfig:
         for name in ("scale_dim", "scale_type_size", "max_total_recv_tokens", "rdma_block_num"):
             value = getattr(self, name)
             require(isinstance(value, int) and value >= 0, name, "an int >= 0", repr(value))
-        require(0 <= self.rank < self.world_size, "rank", f"in [0, {self.world_size})", self.rank)
+        valid_rank = isinstance(self.rank, int) and 0 <= self.rank < self.world_size
+        require(valid_rank, "rank", f"an int in [0, {self.world_size})", repr(self.rank))
         require(
             self.num_experts_per_token <= MAX_TOP_K,
             "num_experts_per_token",

@@ -178,8 +178,8 @@ class EpDispatchCombineOp:
             StateError: closed, finalized, or the last dispatch still waits for its combine; nothing was launched.
             ReceiveOverflow: more than `R` rows came (`max_total_recv_tokens` is too small); those beyond were dropped,
                 the round can go on with combine.
-            PeerTimeout: a peer's rows did not come in time; `reset` makes the op usable again. Or a wait of the caller's
-                own kernels did not end: then nothing was launched.
+            PeerTimeout: a peer's rows did not come in time; `reset` makes the op usable again. Or a wait of the
+                caller's own kernels did not end: then nothing was launched.
         """
         self._check_usable()
         if self._phase is not _Phase.IDLE:
@@ -253,8 +253,8 @@ class EpDispatchCombineOp:
         Raises:
             ArgumentError: an argument is not as above; nothing was launched.
             StateError: closed, finalized, or no dispatch waits for a combine; nothing was launched.
-            PeerTimeout: a peer's rows did not come in time; `reset` makes the op usable again. Or a wait of the caller's
-                own kernels did not end: then nothing was launched.
+            PeerTimeout: a peer's rows did not come in time; `reset` makes the op usable again. Or a wait of the
+                caller's own kernels did not end: then nothing was launched.
         """
         self._check_usable()
         if self._phase is not _Phase.DISPATCHED:

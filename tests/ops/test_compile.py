@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 
 import mori_triton
 from mori_triton.device import probe
-from mori_triton.device.launch import TARGETS, check_linked, get_extern_libs, gpu_target
+from mori_triton.device.launch import FP_FUSION, TARGETS, check_linked, get_extern_libs, gpu_target
 from mori_triton.ops import buffers, combine, dispatch, local_expert_count, tuning
 from tests.ops.cases import Case, config_of
 
@@ -57,7 +57,7 @@ class Specimen:
             constexprs={(names.index(name),): value for name, value in self.constants.items()},
             attrs={(names.index(name),): hints for name, kind in self.signature.items() if kind.startswith("*")},
         )
-        options = {"extern_libs": get_extern_libs(target), **self.options}
+        options = {"extern_libs": get_extern_libs(target), "enable_fp_fusion": FP_FUSION, **self.options}
         built = triton.compile(source, target=target, options=options)
         check_linked(built)
         return built

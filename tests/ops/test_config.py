@@ -101,6 +101,7 @@ def test_c5_what_cannot_work_is_refused_at_construction() -> None:
     [
         ("rank", 4),
         ("rank", -1),
+        ("rank", None),
         ("world_size", 0),
         ("hidden_dim", 0),
         ("hidden_dim", 2.0),
