@@ -57,9 +57,11 @@ def is_absent(tensor: torch.Tensor | None, num_rows: int) -> bool:
     """None, or a tensor that holds nothing where `num_rows` rows would be due (`torch.empty(0)`, `[n, 0]`, `[0,
     k]`).
     """
-    return tensor is None or (
-        isinstance(tensor, torch.Tensor) and tensor.numel() == 0 and (num_rows > 0 or tensor.dim() < 2)
-    )
+    if not isinstance(tensor, torch.Tensor):
+        return tensor is None
+    # no rows of k entries is the whole of what a PE without tokens has
+    whole = num_rows == 0 and tensor.dim() == 2 and tensor.shape[1] > 0
+    return tensor.numel() == 0 and not whole
 
 
 def check_dispatch(

@@ -207,8 +207,8 @@ class EpDispatchCombineOp:
             local_expert_count(self.config, out_indices, total, self.local_expert_count)
         self._check_overflow()
         out_scales = None
-        if scales is not None and self.config.scale_bytes > 0 and scales.dim() == 2:
-            out_scales = self._buffers.view("recv_scales", scales.dtype, rows, self.config.scale_dim)
+        if given.scales is not None:
+            out_scales = self._buffers.view("recv_scales", given.scales.dtype, rows, self.config.scale_dim)
         return (
             self._buffers.view("recv_tokens", input.dtype, rows, input.shape[1]),
             self._buffers.view("recv_weights", torch.float32, rows, k),

@@ -96,6 +96,30 @@ def test_a1_a_pe_without_tokens_returns_what_peers_sent() -> None:
             assert row.tolist() == sent[1].weights[source - 5].tolist()
 
 
+@pytest.mark.parametrize("with_tokens", [0, 2])
+@pytest.mark.parametrize("shape", [None, (0,), (-1, 0)])
+def test_a1_empty_weights_and_scales_are_none(shape: tuple[int, ...] | None, with_tokens: int) -> None:
+    """Whatever their dtype, also on a PE without tokens, where `[n, 0]` is `[0, 0]`."""
+    case = Case(num_pes=2, scales=(3, 1))
+
+    def program(pe: int) -> None:
+        op, n = start(case, pe), with_tokens
+        nothing = None if shape is None else torch.empty([n if s < 0 else s for s in shape])
+        indices = torch.zeros(n, case.top_k, dtype=torch.int32)
+        _, weights, scales, _, total = op.dispatch(
+            torch.ones(n, case.hidden, dtype=torch.bfloat16), nothing, nothing, indices
+        )
+        assert scales is None
+        assert is_poison(weights.numpy())
+        assert int(total) == (0 if pe else 2 * n)
+        rows = torch.ones(int(total), case.hidden, dtype=torch.bfloat16)
+        out, out_weights = op.combine(rows, nothing if n == 0 else None, indices)
+        assert out_weights is None
+        assert out[:n].tolist() == [[1.0] * case.hidden] * n
+
+    world(2).run(program)
+
+
 def test_a3_a_pe_without_tokens_signals_as_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: dict[str, list[str]] = {}
     real = dispatch_module.launch
