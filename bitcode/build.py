@@ -191,6 +191,8 @@ def main() -> int:
     parser.add_argument("--clang", default=shutil.which("clang++-19") or shutil.which("clang++") or "clang++")
     parser.add_argument("families", nargs="*", help="amdgcn, nvptx64, x86_64; default all")
     options = parser.parse_args()
+    if shutil.which(options.clang) is None:
+        parser.error(f"--clang: {options.clang} is not installed; clang-19 is wanted (apt-get install clang-19)")
     if options.check:
         problems = check(options.clang, tuple(options.families))
         sys.stdout.write("\n".join(problems or [f"bitcode: up to date ({compiler_version(options.clang)})"]) + "\n")

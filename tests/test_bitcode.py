@@ -266,6 +266,15 @@ def test_files_carry_no_path_and_no_compiler(build) -> None:
             assert word not in text
 
 
+def test_a_missing_compiler_is_named(
+    build, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["build.py", "--check", "--clang", "no-such-clang"])
+    with pytest.raises(SystemExit):
+        build.main()
+    assert "no-such-clang is not installed; clang-19 is wanted" in capsys.readouterr().err
+
+
 # the emulator's files take five seconds each; `build.py --check` of the CI compares them too
 DEVICE = ("amdgcn", "nvptx64")
 needs_clang = pytest.mark.skipif(shutil.which("clang++-19") is None, reason="clang-19 is not installed")
