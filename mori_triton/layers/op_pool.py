@@ -93,7 +93,7 @@ def shared_ops(max_tokens: int | None = None) -> Iterator[None]:
 
     Raises:
         ArgumentError: `max_tokens` is not positive.
-        StateError: no PE is initialised on this thread, or blocks are nested.
+        StateError: no PE is initialised on this thread, or inside another block with `max_tokens`.
     """
     require(max_tokens is None or max_tokens > 0, "max_tokens", "None or > 0", max_tokens)
     ops = ops_of(current())

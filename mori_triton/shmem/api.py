@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mori_triton import abi, env
-from mori_triton.errors import ArgumentError, StateError, require
+from mori_triton.errors import ArgumentError, EnvError, StateError, require
 from mori_triton.host import drivers, state
 from mori_triton.host.bootstrap import tcp
 
@@ -219,7 +219,10 @@ def _attach_emulator(here: state.PeState) -> Callable[[], None]:
     from mori_triton.emulator import scheduler
     from mori_triton.emulator.device import device as device_of
 
-    driver = emulator.activate(here.settings.arch)
+    try:
+        driver = emulator.activate(here.settings.arch)
+    except ArgumentError as error:
+        raise EnvError(f"MORI_TRITON_ARCH: {error}") from error
     device = emulator.current_device()
     device_of(device).set_global(abi.CONTEXT_SYMBOL, struct.pack("<Q", here.heap.ctx_address))
     regions = here.heap.regions()

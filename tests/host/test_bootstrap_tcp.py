@@ -197,7 +197,7 @@ def test_a_pe_that_left_is_not_waited_for():
     errors = run_threads(2, program)
     assert time.monotonic() - start < 10
     assert isinstance(errors[0], PeerTimeout)
-    assert "PE 1 has left (finalized)" in str(errors[0])
+    assert "PE 1 has left (finalized or exited)" in str(errors[0])
     assert isinstance(errors[1], StateError)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mori_triton import shmem
-from mori_triton.errors import ArgumentError, DriverError, HeapError, PeerTimeout, StateError
+from mori_triton.errors import ArgumentError, DriverError, EnvError, HeapError, PeerTimeout, StateError
 from mori_triton.host import state
 from mori_triton.host.bootstrap.threads import ThreadGroup
 from mori_triton.host.drivers import CpuDriver
@@ -295,6 +295,10 @@ def test_bad_init_leaves_nothing(monkeypatch):
     ):
         with pytest.raises(ArgumentError):
             shmem.shmem_init_attr(*arguments)
+    monkeypatch.setenv("MORI_TRITON_ARCH", "gfx12")
+    with pytest.raises(EnvError, match=r"MORI_TRITON_ARCH: .*gfx1201.*, got 'gfx12'"):
+        shmem.shmem_init_attr(with_id, 0, 1, shmem.shmem_get_unique_id())
+    monkeypatch.delenv("MORI_TRITON_ARCH")
     with pytest.raises(StateError, match=r"torch.distributed is not initialised"):
         shmem.shmem_torch_process_group_init("default")
     monkeypatch.setenv("MORI_BOOTSTRAP_TIMEOUT", "0.1")

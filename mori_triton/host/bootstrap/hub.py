@@ -146,7 +146,7 @@ class Hub:
             elif kind == CALL:
                 self._call(client, body)
             elif kind == BYE:
-                self._leave(client, "has left (finalized)")
+                self._leave(client, "has left (finalized or exited)")
             if client not in self._clients:
                 return
 
