@@ -112,10 +112,11 @@ u64 fingerprint(const Wave* w) {
   u64 h = w->scc << 32 ^ w->pc;
   auto mix = [&](const void* from, u64 bytes) {
     auto* x = static_cast<const u64*>(from);
-    for (u64 i = 0; i < bytes / 8; i++) h = ((h << 23 | h >> 41) ^ x[i]) * 0x9E3779B97F4A7C15ull;
+    for (u64 i = 0; i < (bytes + 7) / 8; i++) h = ((h << 23 | h >> 41) ^ x[i]) * 0x9E3779B97F4A7C15ull;
   };
   mix(w->sgpr, sizeof w->sgpr);
   mix(reinterpret_cast<const u8*>(w) + VREGS, w->launch->wave_stride - VREGS);
+  // followed by padding
   mix(reinterpret_cast<const void*>(w->lds), w->lds_size);
   return h;
 }

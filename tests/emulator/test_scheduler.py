@@ -69,6 +69,28 @@ def test_a_loop_that_counts_its_polls_is_no_standstill():
     assert event == Event.QUIET
 
 
+def test_a_loop_that_counts_in_local_memory_is_no_standstill():
+    """Between two rounds its registers are the same."""
+    body = """
+\ts_load_b64 s[2:3], s[0:1], 0x0
+\tv_mov_b32_e32 v1, 0
+\tv_mov_b32_e32 v2, 1
+\tds_store_b32 v1, v1
+again:
+\tds_add_u32 v1, v2
+\tds_load_b32 v3, v1
+\tv_readfirstlane_b32 s5, v3
+\ts_cmp_ge_u32 s5, 0x40000
+\ts_movk_i32 s5, 0
+\tv_mov_b32_e32 v3, 0
+\tglobal_load_b32 v4, v1, s[2:3] scope:SCOPE_SYS
+\ts_cbranch_scc0 again
+\ts_endpgm
+"""
+    x = launch.Launch(kernel(body, args=[POINTER], lds=4), (1, 1, 1), [np.zeros(1, np.uint32)], num_warps=1)
+    assert Event.FINISHED in finish(Machine(5), x)
+
+
 def test_a_loop_that_counts_for_ever_becomes_quiet():
     body = COUNTED_POLLS.format(polls=0x7FFFFFFF)
     m = Machine(5)
