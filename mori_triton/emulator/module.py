@@ -13,6 +13,7 @@ import numpy as np
 
 from mori_triton.emulator import asm, jit, lift, runtime
 from mori_triton.emulator import state as lay
+from mori_triton.errors import BitcodeError
 
 
 @dataclass
@@ -125,6 +126,11 @@ class Module:
     def _address(self, symbol: str) -> int:
         if symbol in self.code.symbols:
             return self.address + self.code.symbols[symbol]
+        if symbol not in self.code.labels:
+            raise BitcodeError(
+                f"{self.code.name} calls {symbol}, which is not linked: launch it with "
+                "mori_triton.device.launch.launch(kernel, grid, ...), or pass extern_libs= with the library that has it"
+            )
         return lay.CODE_BASE + 4 * self.code.labels[symbol]
 
     def symbol_address(self, name: str) -> tuple[int, int]:

@@ -58,3 +58,12 @@ def test_what_is_left_unresolved_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
         out = torch.full((1,), -1, dtype=torch.int32)
         with pytest.raises(BitcodeError, match="plain_kernel: unresolved mori_shmem_gone"):
             launch(plain_kernel, (1,), out, num_warps=1)
+
+
+def test_a_kernel_launched_without_the_library_says_how_to_link_it() -> None:
+    pes = Pes(1, "gfx1201")
+    with pes.current(0) as ctx:
+        out = torch.full((1,), -1, dtype=torch.int32)
+        with pytest.raises(BitcodeError, match=r"who_kernel calls mori_shmem_ctx_\w+, which is not linked.*launch\("):
+            who_kernel[(1,)](ctx, out, num_warps=1)
+        assert int(out[0]) == -1
