@@ -69,6 +69,14 @@ def spin_kernel(flag_ptr):
 
 
 @triton.jit
+def poll_then_signal_kernel(ctx, flag_ptr, signal_ptr, polls):
+    """Look for a flag a number of times, then tell PE 1."""
+    for _ in range(polls):
+        tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+    dev.signal_set(ctx, signal_ptr, 5, 1)
+
+
+@triton.jit
 def wait_all_kernel(flag_ptr):
     """A barrier of the whole grid: every program waits for every other."""
     tl.atomic_add(flag_ptr, 1, sem="release", scope="gpu")
@@ -365,6 +373,21 @@ def test_a_grid_must_not_wait_for_workgroups_that_have_no_place():
     assert local_world(1, seed=1).run(program, 60) == [7]
     with pytest.raises(Deadlock, match="wait_all_kernel of PE 0: 36 workgroups wait for one of 64 places"):
         local_world(1, seed=1).run(program, 100)
+
+
+def test_many_polls_are_no_deadlock():
+    """Nothing changes for long, but a kernel counts: a peer's wait must neither be listed nor see virtual time jump."""
+
+    def program(pe):
+        flag, signal = symmetric((1,), torch.int32, "flag"), symmetric((1,), torch.int64, "signal")
+        out = torch.full((1,), -1)
+        if pe == 0:
+            launch(poll_then_signal_kernel, (1,), shmem.context(), flag, signal, 30_000, num_warps=1)
+        else:
+            launch(wait_kernel, (1,), shmem.context(), signal, out, 5, 0)
+        return out[0]
+
+    assert local_world(2, seed=3, timeout_s=100).run(program) == [-1, 5]
 
 
 def test_a_limit_that_a_kernel_handles_itself_is_no_deadlock():
