@@ -145,6 +145,11 @@ def nearest(ranges: list[tuple[int, int, str]], address: int) -> str:
     span = f"{name} [{low:#x}, {high:#x})"
     if low <= address < high:
         return f"the access starts {high - address} bytes before the end of {span}"
+    if address < (low - address if address < low else address - high):
+        return (
+            f"a null pointer + {address} bytes: remote_ptr gives null for memory that is not on the symmetric heap, "
+            "and for a PE that cannot be reached"
+        )
     if address < low:
         return f"nearest: {low - address} bytes before {span}"
     return f"nearest: {address - high} bytes past the end of {span}"

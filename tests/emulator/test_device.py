@@ -34,6 +34,7 @@ def test_ranges_are_named_and_taken_back():
     assert device.nearest(d.ranges, 0x1104).startswith("nearest: 4 bytes past the end of first")
     assert device.nearest(d.ranges, 0x2FF0).startswith("nearest: 16 bytes before second")
     assert device.nearest(d.ranges, 0x10FC).startswith("the access starts 4 bytes before the end of first")
+    assert device.nearest(d.ranges, 0x100).startswith("a null pointer + 256 bytes: remote_ptr gives null for")
     assert device.nearest([], 5) == "nothing is allocated"
     d.disallow(0x1000)
     with pytest.raises(StateError):
