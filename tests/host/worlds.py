@@ -7,6 +7,7 @@ from mori_triton import env
 from mori_triton.host import state
 from mori_triton.host.bootstrap.threads import ThreadGroup
 from mori_triton.host.drivers import CpuDriver
+from mori_triton.host.heap import SymmetricHeap
 
 SETTINGS = dataclasses.replace(env.snapshot({}), heap_bytes=1 << 20, wait_timeout_s=5.0)
 
@@ -51,6 +52,11 @@ def run_world(n, program, *, group=None, driver=CpuDriver, finalize=True, **sett
         return result
 
     return run_threads(n, run)
+
+
+def one_heap(num_bytes=1 << 20, **options):
+    """The heap of a world of one PE."""
+    return SymmetricHeap(CpuDriver(), ThreadGroup(1).bootstrap(0), num_bytes, **options)
 
 
 def error_of(call, *args, **kwargs):
