@@ -195,6 +195,8 @@ class Memory(Lds):
         if base in ("s_wait_storecnt", "s_wait_storecnt_dscnt"):
             count = int(ins.ops[0], 0) >> (8 if base.endswith("dscnt") else 0)
             return [WAIT_STORES] if count == 0 else []
+        if base == "s_wait_idle":
+            return [WAIT_STORES]
         if base == "s_waitcnt":
             # frequent, as loads use the same counter; without a write-back in the kernel it releases nothing
             waited = "vmcnt(0)" in ins.text or bool(re.fullmatch(r"s_waitcnt 0(x0)?", ins.text))

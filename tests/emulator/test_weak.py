@@ -1,6 +1,7 @@
 """Weak memory: a message and its flag. Synchronised it is clean under every seed, else it is reported."""
 
 import ctypes
+import re
 
 import numpy as np
 import pytest
@@ -123,6 +124,16 @@ def test_dropped_release_instruction_is_reported(word):
     for seed in BROKEN_SEEDS:
         races, _ = message(seed, edits=(_without(word), None))
         assert races, seed
+
+
+def test_a_wait_for_everything_waits_for_stores():
+    def edit(text):
+        text, count = re.subn(r"s_wait_storecnt\w* 0x0", "s_wait_idle", text)
+        assert count
+        return text
+
+    for seed in range(6):
+        assert message(seed, edits=(edit, None)) == ([], True)
 
 
 def test_barrier_does_not_wait_for_other_waves_stores():
