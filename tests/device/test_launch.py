@@ -60,7 +60,7 @@ def test_what_is_left_unresolved_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
             launch(plain_kernel, (1,), out, num_warps=1)
 
 
-@pytest.mark.skipif(triton.__version__.startswith("3.6."), reason="Triton 3.6 aborts the process over an unknown symbol")
+@pytest.mark.skipif(triton.__version__.startswith("3.6."), reason="Triton 3.6 aborts over an unknown symbol")
 def test_a_kernel_launched_without_the_library_says_how_to_link_it() -> None:
     pes = Pes(1, "gfx1201")
     with pes.current(0) as ctx:
