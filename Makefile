@@ -37,7 +37,6 @@ wheel: $(VENV)/.ready
 # certain Triton, which then stays; one whose Triton is too old for this package is not used.
 OWN_TRITON := import importlib.metadata as m, re; own = [tuple(map(int, v)) for r in m.requires("torch") or () if "triton" in r for v in re.findall(r"==(\d+)\.(\d+)", r)]
 HAS_TORCH := $(OWN_TRITON); import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6) and min([(3, 6), *own]) == (3, 6)
-GET_PIP := import urllib.request; exec(urllib.request.urlopen("https://bootstrap.pypa.io/get-pip.py").read())
 $(VENV)/.ready: pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("mori_triton needs Python 3.10 or newer, this is " + sys.version)'
 	@rm -rf $(VENV)
@@ -45,9 +44,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt Makefile
 	echo "setting up $(VENV) $$site"; \
 	$(PYTHON) -m venv $$site $(VENV) >/dev/null 2>&1 || $(PYTHON) -m virtualenv -q $$site $(VENV) 2>/dev/null || \
 	{ rm -rf $(VENV) && $(PYTHON) -m venv --without-pip $$site $(VENV) && \
-	{ $(PYTHON) -m pip --python $(PY) install --quiet pip || $(PY) -c '$(GET_PIP)' -q; } 2>/dev/null; } || \
-	{ rm -rf $(VENV); echo "$(PYTHON) has neither ensurepip nor pip, and https://bootstrap.pypa.io cannot be reached:" \
-	"install one (Debian, Ubuntu: apt-get install python3-venv) or give another Python (make PYTHON=...)" >&2; exit 1; }; \
+	$(PYTHON) -m pip --python $(PY) install --quiet pip 2>/dev/null; } || \
+	{ rm -rf $(VENV); echo "$(PYTHON) has neither ensurepip nor pip: install one (Debian, Ubuntu: apt-get install" \
+	"python3-venv) or give another Python (make PYTHON=...)" >&2; exit 1; }; \
 	if [ -n "$$site" ] && ! $(PY) -c '$(HAS_TORCH)' 2>/dev/null; then \
 	$(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("platlib"))' > "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/outer.pth"; fi
 	@$(PY) -c '$(HAS_TORCH)' 2>/dev/null || $(PIP) install '$(TORCH)'
