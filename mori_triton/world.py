@@ -289,8 +289,10 @@ class _Run:
         notes = [] if isinstance(error, Deadlock) else [f"raised by PE {pe} of {self.world.n}"]
         lines = [str(record) for other, records in enumerate(self.records) if other != pe for record in records]
         if isinstance(error, MoriError):
-            notes += [line for line in lines if line not in str(error)]
-            notes += [f"PE {other}: {text}" for other, text in self.later if other != pe]
+            later = [f"PE {other}: {text}" for other, text in self.later if other != pe]
+            said = "\n".join([str(error), *later])
+            notes += [line for line in lines if line not in said]
+            notes += later
         if hasattr(error, "add_note"):
             for note in notes:
                 error.add_note(note)

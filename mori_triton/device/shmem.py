@@ -63,15 +63,23 @@ def remote_ptr(ctx, ptr, pe):
 
 
 @triton.jit
+def _word(sig_ptr):
+    """A signal pointer, whose 64-bit word is read and written whole."""
+    tl.static_assert(sig_ptr.dtype.is_ptr(), "signals take a pointer to their word")
+    tl.static_assert(sig_ptr.dtype.element_ty.primitive_bitwidth == 64, "signals are 64-bit words: use an int64 tensor")
+    return sig_ptr
+
+
+@triton.jit
 def signal_set(ctx, sig_ptr, value, pe):
     """Release, then set the 64-bit word of `pe` to `value`. 0, or -1 if refused."""
-    return externs.ctx_signal_set(ctx, sig_ptr, value, pe)
+    return externs.ctx_signal_set(ctx, _word(sig_ptr), value, pe)
 
 
 @triton.jit
 def signal_add(ctx, sig_ptr, value, pe):
     """Release, then add `value` to the 64-bit word of `pe`. 0, or -1 if refused."""
-    return externs.ctx_signal_add(ctx, sig_ptr, value, pe)
+    return externs.ctx_signal_add(ctx, _word(sig_ptr), value, pe)
 
 
 @triton.jit
@@ -79,7 +87,7 @@ def signal_set_all(ctx, sig_ptr, value):
     """Release once, then set the 64-bit word of every PE (mine too) to `value`. 0, or -1 if the word is not in the
     heap; a PE that cannot be reached gets a record in the error log and no signal.
     """
-    return externs.ctx_signal_set_all(ctx, sig_ptr, value)
+    return externs.ctx_signal_set_all(ctx, _word(sig_ptr), value)
 
 
 @triton.jit
@@ -87,37 +95,37 @@ def wait_eq(ctx, sig_ptr, value, peer=-1, tag=0):
     """Wait until my 64-bit word == `value`, acquire; the value seen (int64). `peer` and `tag` only name the wait in a
     report.
     """
-    return externs.ctx_wait_eq(ctx, sig_ptr, value, peer, tag)
+    return externs.ctx_wait_eq(ctx, _word(sig_ptr), value, peer, tag)
 
 
 @triton.jit
 def wait_ne(ctx, sig_ptr, value, peer=-1, tag=0):
     """As `wait_eq`, until != `value`."""
-    return externs.ctx_wait_ne(ctx, sig_ptr, value, peer, tag)
+    return externs.ctx_wait_ne(ctx, _word(sig_ptr), value, peer, tag)
 
 
 @triton.jit
 def wait_gt(ctx, sig_ptr, value, peer=-1, tag=0):
     """As `wait_eq`, until > `value` (signed)."""
-    return externs.ctx_wait_gt(ctx, sig_ptr, value, peer, tag)
+    return externs.ctx_wait_gt(ctx, _word(sig_ptr), value, peer, tag)
 
 
 @triton.jit
 def wait_ge(ctx, sig_ptr, value, peer=-1, tag=0):
     """As `wait_eq`, until >= `value` (signed)."""
-    return externs.ctx_wait_ge(ctx, sig_ptr, value, peer, tag)
+    return externs.ctx_wait_ge(ctx, _word(sig_ptr), value, peer, tag)
 
 
 @triton.jit
 def wait_lt(ctx, sig_ptr, value, peer=-1, tag=0):
     """As `wait_eq`, until < `value` (signed)."""
-    return externs.ctx_wait_lt(ctx, sig_ptr, value, peer, tag)
+    return externs.ctx_wait_lt(ctx, _word(sig_ptr), value, peer, tag)
 
 
 @triton.jit
 def wait_le(ctx, sig_ptr, value, peer=-1, tag=0):
     """As `wait_eq`, until <= `value` (signed)."""
-    return externs.ctx_wait_le(ctx, sig_ptr, value, peer, tag)
+    return externs.ctx_wait_le(ctx, _word(sig_ptr), value, peer, tag)
 
 
 @triton.jit
@@ -125,7 +133,7 @@ def wait_all_ge(ctx, sig_ptr, num, value, tag=0):
     """Wait until each of my `num` words from `sig_ptr` is >= `value`; word i is written by PE i. Acquires. `value`, or
     something smaller if a word did not come in time (one record each).
     """
-    return externs.ctx_wait_all_ge(ctx, sig_ptr, num, value, tag)
+    return externs.ctx_wait_all_ge(ctx, _word(sig_ptr), num, value, tag)
 
 
 @triton.jit
@@ -166,7 +174,7 @@ def put_signal(ctx, dst_ptr, src_ptr, num_bytes, sig_ptr, value, op, pe):
     """`put`, then a signal: `op` is `SIGNAL_SET` or `SIGNAL_ADD`. Zero bytes still signal; if either is refused neither
     is done.
     """
-    return externs.ctx_put_signal_block(ctx, dst_ptr, src_ptr, num_bytes, sig_ptr, value, op, pe)
+    return externs.ctx_put_signal_block(ctx, dst_ptr, src_ptr, num_bytes, _word(sig_ptr), value, op, pe)
 
 
 # -------------------------------------------------------------------------------------------------------------- atomics

@@ -271,15 +271,21 @@ def narrow_kernel(ctx, counter_ptr):
     shmem.atomic_add(ctx, counter_ptr.to(tl.pointer_type(tl.int16)), 1, 0)
 
 
+@triton.jit
+def narrow_signal_kernel(ctx, counter_ptr):
+    shmem.wait_ge(ctx, counter_ptr.to(tl.pointer_type(tl.int32)), 1)
+
+
 @pytest.mark.parametrize(
     ("kernel", "words"),
     [
         (block_kernel, "ctx_signal_add: argument 1: want a scalar"),
         (float_kernel, "ctx_signal_add: argument 2: want an integer or a pointer, got fp32"),
         (narrow_kernel, "atomics are 32 or 64 bits wide"),
+        (narrow_signal_kernel, "signals are 64-bit words"),
     ],
 )
-def test_m8_what_would_run_once_a_thread_does_not_compile(kernel: Any, words: str) -> None:
+def test_m8_what_the_library_cannot_do_once_does_not_compile(kernel: Any, words: str) -> None:
     with pytest.raises(Exception) as refused:  # noqa: PT011
         cross_compile(kernel, {"ctx": "*i64", "counter_ptr": "*i64"}, arch="gfx1201")
     chain, error = "", refused.value
