@@ -65,6 +65,8 @@ def test_ends_of_a_large_array(on):
 
 @archs(*ARCHS)
 def test_spin_lock(on):
+    if on == "gfx1250" and triton.__version__.startswith("3.6."):
+        pytest.skip("Triton 3.6 lowers atomic_cas to a wait that its assembler refuses for gfx1250")
     count, lock, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), torch.full((10,), -1).int()
     out[0] = 0
     kernels.spin_lock[(8,)](count, lock, out, num_warps=1)
