@@ -64,9 +64,11 @@ def remote_ptr(ctx, ptr, pe):
 
 @triton.jit
 def _word(sig_ptr):
-    """A signal pointer, whose 64-bit word is read and written whole."""
-    tl.static_assert(sig_ptr.dtype.is_ptr(), "signals take a pointer to their word")
-    tl.static_assert(sig_ptr.dtype.element_ty.primitive_bitwidth == 64, "signals are 64-bit words: use an int64 tensor")
+    """A signal's address or pointer; the element type of a pointer has to be as wide as the word, 64 bits."""
+    if sig_ptr.dtype.is_ptr():
+        tl.static_assert(
+            sig_ptr.dtype.element_ty.primitive_bitwidth == 64, "signals are 64-bit words: use an int64 tensor"
+        )
     return sig_ptr
 
 
