@@ -52,6 +52,8 @@ COMMON = [
 ]
 DEVICE = ["-nogpulib", "-fconvergent-functions"]
 AS_IT_IS = ["-nogpulib", "-Xclang", "-disable-llvm-passes", "-fno-ident"]
+# from clang 20 on, device atomics are taken to stay off fine-grained and peer memory unless told otherwise
+REMOTE_ATOMICS = ["-fatomic-remote-memory", "-fatomic-fine-grained-memory"]
 DEVICE_LIBRARY = "libmori_shmem_device.bc"
 HOST_TRIPLE = "x86_64-unknown-linux-gnu"
 
@@ -89,6 +91,8 @@ def clean(text: str, device: bool) -> str:
 def compile_one(clang: str, name: str, out: Path) -> None:
     """Compile and clean one file."""
     triple, source, flags = TARGETS[name]
+    if triple.startswith("amdgcn") and accepts(clang, REMOTE_ATOMICS):
+        flags = [*flags, *REMOTE_ATOMICS]
     # read from standard input, with relative includes: the place of the tree gets into nothing
     ir = subprocess.run(
         [clang, f"--target={triple}", *COMMON, *flags, "-I.", "-x", "c++", "-S", "-emit-llvm", "-o", "-", "-"],
@@ -103,6 +107,12 @@ def compile_one(clang: str, name: str, out: Path) -> None:
     )  # fmt: skip
     if written.returncode:
         raise SystemExit(f"{name}: {written.stderr}")
+
+
+def accepts(clang: str, flags: list[str]) -> bool:
+    """Whether this compiler knows `flags`."""
+    probe = [clang, *flags, "-fsyntax-only", "-x", "c++", "-"]
+    return subprocess.run(probe, input="", capture_output=True, text=True, check=False).returncode == 0
 
 
 def compiler_version(clang: str) -> str:
