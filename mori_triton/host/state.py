@@ -41,6 +41,8 @@ class PeState:
     on_close: list[Callable[[], None]] = field(default_factory=list)
     pid: int = field(default_factory=os.getpid)
     closed: bool = False
+    # how the PEs of a world on GPUs in one process wait for each other; None: nobody has to
+    rendezvous: Callable[[str], None] | None = None
     _detach: Callable[[], None] | None = None
 
     @property
@@ -65,6 +67,18 @@ class PeState:
     def node(self) -> int:
         """Index of this PE's node, by `gpus_per_node`."""
         return self.pe // self.gpus_per_node
+
+    def meet(self, what: str) -> None:
+        """Collective: return when every PE of a world on GPUs in this process has come here. Elsewhere a no-op.
+
+        Loading a kernel waits for those that run, so a PE that still has to load or launch something must not be
+        waited for by a kernel: meet before the first launch that waits for peers, and again after it. Also a no-op
+        with one PE, and while `world.graph` captures. Nothing is launched and no device is waited for.
+
+        Raises `PeerTimeout` naming the PEs that are missing, `StateError` when a PE has failed or calls something else.
+        """
+        if self.rendezvous is not None:
+            self.rendezvous(what)
 
     def close(self, *, failed: bool = False) -> None:
         """End this PE. Idempotent.
