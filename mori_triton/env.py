@@ -136,6 +136,10 @@ VARIABLES = (
     Variable("MORI_DISABLE_P2P", "0", _flag, "no PE reaches another by load/store", "disable_p2p"),
     Variable("MORI_SOCKET_IFNAME", None, _names, "network interfaces for the bootstrap, in order", "socket_ifnames"),
     Variable("MORI_NUM_QP_PER_PE", "4", _count, "queue pairs to each PE", "num_qp_per_pe"),
+    Variable(
+        "MORI_EP_LAUNCH_CONFIG_MODE", "MANUAL", _choice("manual", "auto"), "source of launch shapes", "ep_launch_mode"
+    ),
+    Variable("MORI_EP_TUNING_CONFIG", None, _word, "tuning table, or directory of them, for AUTO", "ep_tuning_config"),
     Variable("MORI_SHMEM_BC", None, _word, "device bitcode file to use instead of the packaged one"),
     Variable("MORI_TRITON_CACHE_DIR", None, _word, "directory of compiled objects"),
     Variable("XDG_CACHE_HOME", None, lambda text, name: text, "user's cache directory, holds `mori_triton/`"),
@@ -167,6 +171,8 @@ class Settings:
     disable_p2p: bool
     socket_ifnames: tuple[str, ...] | None
     num_qp_per_pe: int
+    ep_launch_mode: str = "manual"
+    ep_tuning_config: str | None = None
 
 
 def snapshot(environ: Mapping[str, str] | None = None) -> Settings:

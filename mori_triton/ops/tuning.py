@@ -1,25 +1,146 @@
-"""Launch shapes. Nothing here may change a result; kernels see only numbers."""
+"""Launch shapes: which numbers a call's kernels are launched with. Nothing here may change a result.
+
+`launch_config` is a pure function of what the host knows about a call, so a captured graph and its replay use one
+shape. Its numbers come from a tuned table where one was opened (`MORI_EP_LAUNCH_CONFIG_MODE=AUTO`), otherwise from the
+built-in defaults; a caller's own `block_num` and `warp_per_block` always win. docs/tuning.md has the whole rule.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
+
+from mori_triton.env import Settings
+from mori_triton.errors import require
+from mori_triton.ops.tuning_tables import EMULATED, EpTuningTables, TuningRule, gpu_model, open_tables
+
+PHASES = ("dispatch", "combine")
 
 
 @dataclass(frozen=True)
 class EpLaunchConfig:
-    """Launch shape of one half (dispatch or combine) of a round."""
+    """Launch shape of one half (dispatch or combine) of a round. Every number but `*_programs` is a power of two.
 
-    num_programs: int  # at most so many copying or reducing programs
-    piece_bytes: int  # bytes of a row that a program moves at a time, a power of two
-    route_tokens: int  # tokens of one routing program, a power of two
-    num_warps: int  # a power of two
+    The *moving* kernel is dispatch's `copy` (all of `IntraNodeLL`'s dispatch) and combine's `reduce`; the *staging*
+    kernel is combine's `copy`, which brings an external input to where peers read it.
+    """
+
+    num_programs: int  # the most programs of the moving kernel, from 1
+    piece_bytes: int  # bytes of a row that one of its programs moves at a time
+    num_warps: int  # of its programs
+    route_tokens: int  # tokens of one program of `route`, or of `IntraNodeLL`'s dispatch
+    stage_programs: int  # as num_programs, of the staging kernel
+    stage_piece_bytes: int  # as piece_bytes
+    stage_warps: int  # as num_warps
 
 
 # the emulated device runs workgroups on a few host cores: few programs, short vectors
-_EMULATED = EpLaunchConfig(num_programs=8, piece_bytes=2048, route_tokens=16, num_warps=2)
-_GPU = EpLaunchConfig(num_programs=1024, piece_bytes=8192, route_tokens=16, num_warps=4)
+_EMULATED = EpLaunchConfig(
+    num_programs=8, piece_bytes=2048, num_warps=2, route_tokens=16,
+    stage_programs=8, stage_piece_bytes=2048, stage_warps=2,
+)  # fmt: skip
+# about what one GPU can hold at a time: rows move at the memory's rate from here on
+_GPU = EpLaunchConfig(
+    num_programs=1024, piece_bytes=8192, num_warps=8, route_tokens=16,
+    stage_programs=1024, stage_piece_bytes=8192, stage_warps=8,
+)  # fmt: skip
+# few rows: shorter pieces, so that there are enough programs to keep the memory busy
+_GPU_SMALL = EpLaunchConfig(
+    num_programs=512, piece_bytes=4096, num_warps=4, route_tokens=4,
+    stage_programs=512, stage_piece_bytes=4096, stage_warps=4,
+)  # fmt: skip
+_SMALL_BYTES = 8 << 20  # of a PE's tokens
 
 
-def launch_config(device_type: str) -> EpLaunchConfig:
-    """The launch shape for tensors of this `torch.device.type`."""
-    return _EMULATED if device_type == "cpu" else _GPU
+def launch_config(
+    device_type: str,
+    phase: str = "dispatch",
+    num_tokens: int = 0,
+    row_bytes: int = 0,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    top_k: int = 1,
+    zero_copy: bool = False,
+    quant_type: str = "none",
+    tables: EpTuningTables | None = None,
+    block_num: int = -1,
+    warp_per_block: int = -1,
+) -> EpLaunchConfig:
+    """The launch shape of one call. Pure: the same arguments give the same shape, and nothing is read.
+
+    Args:
+        device_type: `torch.device.type` of the op.
+        phase: "dispatch" or "combine".
+        num_tokens: rows of this PE's indices, `n`.
+        row_bytes: bytes of a payload row of this call, `h * dtype.itemsize`.
+        dtype: payload dtype of this call.
+        top_k: `num_experts_per_token`.
+        zero_copy: combine: the input is the registered buffer. Not looked at for dispatch.
+        quant_type: combine: the codec. Not looked at for dispatch.
+        tables: what `open_tables` returned for the op; None: built-in defaults.
+        block_num: programs of every kernel that moves rows, or -1.
+        warp_per_block: warps of their programs, 1, 2, 4, 8 or 16, or -1.
+
+    Raises:
+        ArgumentError: `block_num` or `warp_per_block` is none of these, or `phase` is no phase.
+    """
+    require(phase in PHASES, "phase", " or ".join(PHASES), phase)
+    require(block_num == -1 or block_num >= 1, "block_num", "-1 or >= 1", block_num)
+    require(warp_per_block in (-1, 1, 2, 4, 8, 16), "warp_per_block", "-1, 1, 2, 4, 8 or 16", warp_per_block)
+    shape = _built_in(device_type, num_tokens, row_bytes)
+    if tables is not None:
+        table = tables.dispatch if phase == "dispatch" else tables.combine
+        is_combine = phase == "combine"
+        rule = table and table.lookup(
+            dtype, num_tokens, row_bytes // dtype.itemsize, top_k,
+            zero_copy if is_combine else None, quant_type if is_combine else None,
+        )  # fmt: skip
+        if rule:
+            shape = _ruled(shape, rule)
+    if block_num != -1:
+        shape = replace(shape, num_programs=block_num, stage_programs=block_num)
+    if warp_per_block != -1:
+        shape = replace(shape, num_warps=warp_per_block, stage_warps=warp_per_block)
+    return shape
+
+
+def _built_in(device_type: str, num_tokens: int, row_bytes: int) -> EpLaunchConfig:
+    if device_type == "cpu":
+        return _EMULATED
+    return _GPU_SMALL if num_tokens * row_bytes <= _SMALL_BYTES else _GPU
+
+
+def _ruled(shape: EpLaunchConfig, rule: TuningRule) -> EpLaunchConfig:
+    """The rule's numbers; what it does not name stays as built in."""
+    ours = {name: getattr(rule, name) for name in _OPTIONAL if getattr(rule, name) is not None}
+    base = replace(
+        shape, num_programs=rule.block_num, num_warps=rule.num_warps,
+        stage_programs=rule.block_num, stage_warps=rule.num_warps,
+    )  # fmt: skip
+    return replace(base, **ours)
+
+
+_OPTIONAL = ("piece_bytes", "route_tokens", "stage_programs", "stage_piece_bytes", "stage_warps")
+
+
+def device_names(device: torch.device, emulated_arch: str) -> tuple[str, str]:
+    """(architecture, model) of a device as tuning tables spell them: `("sm_90", "h200")`, `("gfx942", "mi300x")`."""
+    if device.type == "cpu":
+        return emulated_arch, EMULATED
+    properties = torch.cuda.get_device_properties(device)
+    # "gfx942:sramecc+:xnack-" on AMD
+    arch = getattr(properties, "gcnArchName", None) if torch.version.hip else None
+    arch = arch.split(":")[0] if arch else f"sm_{properties.major}{properties.minor}"
+    return arch, gpu_model(properties.name)
+
+
+def tables_for(settings: Settings, device: torch.device, kernel_type: str, ep_size: int) -> EpTuningTables | None:
+    """The tuned tables of an op that is being constructed, None in MANUAL mode. Raises as `open_tables` does."""
+    if settings.ep_launch_mode == "manual":
+        return None
+    arch, model = device_names(device, settings.arch)
+    return open_tables(
+        settings.ep_launch_mode, settings.ep_tuning_config,
+        gpu_arch=arch, gpu_model=model, kernel_type=kernel_type, ep_size=ep_size,
+    )  # fmt: skip
