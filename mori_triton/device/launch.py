@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ def refuse_interpreter(kernel: Any = None) -> None:
 def launch(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> Any:
     """`kernel[grid](*args, **kwargs)` with the device library of the active target linked in. Asynchronous.
 
+    `device.prepared` launches again and again with less host work.
+
     Returns:
         The compiled kernel.
 
@@ -51,11 +54,44 @@ def launch(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> Any:
         BitcodeError: no bitcode for the target, or the kernel calls a function that it does not have.
     """
     refuse_interpreter(kernel)
-    libs = {**kwargs.pop("extern_libs", {}), **get_extern_libs()}
-    kwargs.setdefault("enable_fp_fusion", FP_FUSION)
-    compiled = kernel[grid](*args, extern_libs=libs, **kwargs)
+    options = {**kwargs, **_options(kwargs)}
+    if hasattr(kernel, "params"):
+        # so that threads which launch the same kernel for the first time do not load it at once
+        load(kernel, *args, **kwargs)
+    compiled = kernel[grid](*args, **options)
     check_linked(compiled)
     return compiled
+
+
+_loading = threading.RLock()
+
+
+def load(kernel: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Compile a `@triton.jit` function for these arguments, link it, check that, and load it on the current device.
+
+    Threads take turns: Triton's own caches let two that want the same kernel meet it half loaded.
+
+    Returns:
+        The compiled kernel and Triton's driver. Errors as of `launch`.
+    """
+    from triton.runtime import driver
+
+    with _loading:
+        active = driver.active
+        compiled = kernel.warmup(*args, grid=(1,), **{**kwargs, **_options(kwargs)})
+        if compiled is None:
+            raise StateError(f"{kernel.__name__}: a jit_cache_hook of Triton took the compilation over")
+        check_linked(compiled)
+        compiled._init_handles()
+    return compiled, active
+
+
+def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of every kernel of the package, beside those `given`."""
+    return {
+        "extern_libs": {**given.get("extern_libs", {}), **get_extern_libs()},
+        "enable_fp_fusion": given.get("enable_fp_fusion", FP_FUSION),
+    }
 
 
 _linked: set[str] = set()
