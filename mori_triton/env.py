@@ -171,8 +171,8 @@ class Settings:
     disable_p2p: bool
     socket_ifnames: tuple[str, ...] | None
     num_qp_per_pe: int
-    ep_launch_mode: str = "manual"
-    ep_tuning_config: str | None = None
+    ep_launch_mode: str
+    ep_tuning_config: str | None
 
 
 def snapshot(environ: Mapping[str, str] | None = None) -> Settings:

@@ -1,0 +1,212 @@
+"""Launch shapes: the pure function that chooses them, and the rule that it chooses by."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from mori_triton import env
+from mori_triton.errors import ArgumentError
+from mori_triton.ops import tuning
+from mori_triton.ops.tuning import EpLaunchConfig, launch_config
+from mori_triton.ops.tuning_tables import DTYPE_NAMES, EpTuningTables, TuningRule, TuningTable
+
+pytestmark = pytest.mark.cpu
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def rule(num_tokens: int, block_num: int, **changes) -> TuningRule:
+    fields = {"dtype": "bf16", "hidden_dim": 7168, "topk": 8, "warp_per_block": 8, **changes}
+    return TuningRule(num_tokens=num_tokens, block_num=block_num, **fields)
+
+
+def table(*rules: TuningRule) -> TuningTable:
+    return TuningTable(Path("hand-made"), tuple(rules))
+
+
+def blocks(t: TuningTable, *call) -> int | None:
+    found = t.lookup(*call)
+    return None if found is None else found.block_num
+
+
+# ---------------------------------------------------------------------------------------------------- built-in shapes
+def powers(shape: EpLaunchConfig) -> list[int]:
+    return [v for k, v in dataclasses.asdict(shape).items() if not k.endswith("_programs")]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+@pytest.mark.parametrize("num_tokens", [0, 1, 128, 4096, 1 << 17])
+@pytest.mark.parametrize("row_bytes", [1, 14336, 65536])
+def test_built_in_shapes_are_launchable(device, phase, num_tokens, row_bytes):
+    shape = launch_config(device, phase, num_tokens, row_bytes, dtype=torch.uint8, top_k=8)
+    assert all(v >= 1 and v & (v - 1) == 0 for v in powers(shape)), shape
+    assert shape.num_programs >= 1
+    assert shape.stage_programs >= 1
+    assert shape.num_warps <= 16
+
+
+def test_a_small_batch_has_more_pieces_than_a_large_one():
+    small, large = (launch_config("cuda", "dispatch", n, 14336, dtype=BF16, top_k=8) for n in (128, 4096))
+    assert small.piece_bytes < large.piece_bytes
+
+
+def test_explicit_numbers_win_over_everything():
+    ruled = EpTuningTables(table(rule(128, 77)), table(rule(128, 78, zero_copy=True, quant_type="none")))
+    for phase, tables in itertools.product(("dispatch", "combine"), (None, ruled)):
+        call = {"dtype": BF16, "top_k": 8, "zero_copy": True, "tables": tables}
+        shape = launch_config("cuda", phase, 128, 14336, **call, block_num=5, warp_per_block=2)
+        assert (shape.num_programs, shape.stage_programs, shape.num_warps, shape.stage_warps) == (5, 5, 2, 2)
+        free = launch_config("cuda", phase, 128, 14336, **call)
+        assert launch_config("cuda", phase, 128, 14336, **call, block_num=5).num_warps == free.num_warps
+        assert launch_config("cuda", phase, 128, 14336, **call, warp_per_block=1).num_programs == free.num_programs
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("block_num", 0), ("block_num", -2), ("warp_per_block", 0), ("warp_per_block", 3), ("warp_per_block", 32),
+     ("phase", "reduce")],
+)  # fmt: skip
+def test_a_bad_argument_is_named(name, value):
+    arguments = {"phase": "dispatch", "dtype": BF16, "top_k": 8, name: value}
+    with pytest.raises(ArgumentError, match=f"{name}: want .*, got {value}"):
+        launch_config("cuda", num_tokens=1, row_bytes=2, **arguments)
+
+
+# ------------------------------------------------------------------------------------------------------------- lookup
+def test_the_fewest_tokens_that_are_enough_else_the_most():
+    t = table(rule(64, 1), rule(256, 2), rule(4096, 3))
+    wanted = {0: 1, 1: 1, 64: 1, 65: 2, 256: 2, 257: 3, 4096: 3, 4097: 3, 10**6: 3}
+    assert {n: blocks(t, BF16, n, 7168, 8) for n in wanted} == wanted
+
+
+def test_passes_from_narrow_to_wide():
+    both, hidden = rule(64, 1), rule(64, 2, topk=4)
+    topk, neither = rule(64, 3, hidden_dim=2048), rule(64, 4, hidden_dim=4096, topk=4)
+    assert blocks(table(neither, topk, hidden, both), BF16, 64, 7168, 8) == 1
+    assert blocks(table(neither, topk, hidden), BF16, 64, 7168, 8) == 2
+    assert blocks(table(neither, topk), BF16, 64, 7168, 8) == 3
+    assert blocks(table(neither), BF16, 64, 7168, 8) == 4
+    # a rule without a top-k, as most of MORI's have, is one of the second pass
+    assert blocks(table(topk, rule(64, 5, topk=None)), BF16, 64, 7168, 8) == 5
+    # the number of tokens is looked at within a pass, never across
+    assert blocks(table(rule(1, 6), rule(64, 7, topk=4)), BF16, 64, 7168, 8) == 6
+
+
+def test_of_several_hidden_sizes_the_nearest_and_never_the_first_in_the_file():
+    rules = [rule(64, 1, hidden_dim=1024), rule(64, 2, hidden_dim=4096), rule(64, 3, hidden_dim=8192)]
+    for order in itertools.permutations(rules):
+        assert blocks(table(*order), BF16, 64, 5000, 8) == 2
+        # as near to the one as to the other: the smaller
+        assert blocks(table(*order), BF16, 64, 6144, 8) == 2
+
+
+def test_dtype_zero_copy_and_codec_are_exact():
+    t = table(
+        rule(64, 1, zero_copy=True, quant_type="none"),
+        rule(64, 2, zero_copy=False, quant_type="none"),
+        rule(64, 3, zero_copy=False, quant_type="fp8_direct_cast"),
+    )
+    assert blocks(t, BF16, 64, 7168, 8, True, "none") == 1
+    assert blocks(t, BF16, 64, 7168, 8, False, "none") == 2
+    assert blocks(t, BF16, 64, 7168, 8, False, "fp8_direct_cast") == 3
+    assert blocks(t, BF16, 64, 7168, 8, True, "fp8_direct_cast") is None
+    assert blocks(t, FP8, 64, 7168, 8, True, "none") is None
+    # a dtype that no table can name
+    assert blocks(t, torch.int8, 64, 7168, 8, True, "none") is None
+
+
+def test_no_rule_leaves_the_built_in_shape():
+    tables = EpTuningTables(table(rule(64, 1, dtype="fp4")), None)
+    for phase in ("dispatch", "combine"):
+        call = {"dtype": BF16, "top_k": 8}
+        ruled, free = (launch_config("cuda", phase, 9, 14336, **call, tables=t) for t in (tables, None))
+        assert ruled == free
+
+
+def test_a_rule_of_ours_sets_every_number():
+    mine = rule(
+        64,
+        11,
+        warp_per_block=2,
+        piece_bytes=512,
+        route_tokens=1,
+        stage_programs=12,
+        stage_piece_bytes=256,
+        stage_warps=1,
+    )  # fmt: skip
+    shape = launch_config(
+        "cuda", "dispatch", 64, 14336, dtype=BF16, top_k=8, tables=EpTuningTables(table(mine), None)
+    )  # fmt: skip
+    assert shape == EpLaunchConfig(11, 512, 2, 1, 12, 256, 1)
+
+
+@pytest.mark.parametrize(("warps", "want"), [(1, 1), (3, 2), (4, 4), (15, 8), (16, 16), (31, 16)])
+def test_a_rule_of_moris_keeps_our_pieces_and_rounds_warps_down(warps, want):
+    tables = EpTuningTables(table(rule(64, 72, warp_per_block=warps, topk=None)), None)
+    call = {"dtype": BF16, "top_k": 8}
+    ruled, free = (launch_config("cuda", "dispatch", 64, 14336, **call, tables=t) for t in (tables, None))
+    assert (ruled.num_programs, ruled.num_warps, ruled.stage_programs, ruled.stage_warps) == (72, want, 72, want)
+    assert (ruled.piece_bytes, ruled.route_tokens) == (free.piece_bytes, free.route_tokens)
+
+
+_RULES = st.lists(
+    st.builds(
+        TuningRule,
+        dtype=st.sampled_from(["bf16", "fp8_e4m3"]),
+        num_tokens=st.sampled_from([1, 2, 64, 100, 4096]),
+        hidden_dim=st.sampled_from([1024, 4096, 7168]),
+        topk=st.sampled_from([None, 1, 8]),
+        block_num=st.integers(1, 10**6),
+        warp_per_block=st.integers(1, 16),
+        zero_copy=st.booleans(),
+        quant_type=st.sampled_from(["none", "fp8_blockwise"]),
+    ),
+    max_size=14,
+    unique_by=lambda r: r.key,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    rules=_RULES, n=st.integers(0, 5000), hidden=st.sampled_from([1, 1024, 2560, 7168, 9999]),
+    topk=st.sampled_from([1, 4, 8]), dtype=st.sampled_from([BF16, FP8]), data=st.data(),
+)  # fmt: skip
+def test_lookup_finds_what_the_rule_says(rules, n, hidden, topk, dtype, data):
+    """Against the rule as docs/tuning.md words it, one candidate after the other; and the file's order is no matter."""
+    found = table(*rules).lookup(dtype, n, hidden, topk, True, "none")
+    usable = [r for r in rules if (r.dtype, r.zero_copy, r.quant_type) == (DTYPE_NAMES[dtype], True, "none")]
+
+    def rank(r: TuningRule) -> tuple:
+        """Smaller is better; no two rules of a file rank the same."""
+        matches_hidden, matches_topk = r.hidden_dim == hidden, r.topk == topk
+        narrow = {(True, True): 0, (True, False): 1, (False, True): 2, (False, False): 3}[matches_hidden, matches_topk]
+        enough = (0, r.num_tokens) if r.num_tokens >= n else (1, -r.num_tokens)
+        near = abs(r.hidden_dim - hidden), r.hidden_dim, abs((r.topk or 0) - topk), r.topk or 0
+        return narrow, enough, near
+
+    assert (found is None) == (not usable)
+    if usable:
+        assert found == min(usable, key=rank)
+    assert table(*data.draw(st.permutations(rules))).lookup(dtype, n, hidden, topk, True, "none") == found
+
+
+# -------------------------------------------------------------------------------------------------- from settings
+def test_manual_mode_opens_nothing_and_auto_looks_for_the_emulated_devices_own(tmp_path):
+    cpu = torch.device("cpu")
+    missing = str(tmp_path / "missing")
+    manual = env.snapshot({"MORI_EP_TUNING_CONFIG": missing})
+    assert tuning.tables_for(manual, cpu, "IntraNode", 2) is None
+    auto = env.snapshot({"MORI_EP_LAUNCH_CONFIG_MODE": "AUTO", "MORI_EP_TUNING_CONFIG": missing})
+    with pytest.raises(ArgumentError, match=f"MORI_EP_TUNING_CONFIG: want .*, got '{missing}'"):
+        tuning.tables_for(auto, cpu, "IntraNode", 2)
+    auto = env.snapshot({"MORI_EP_LAUNCH_CONFIG_MODE": "AUTO", "MORI_EP_TUNING_CONFIG": str(tmp_path)})
+    assert tuning.tables_for(auto, cpu, "IntraNode", 2) == EpTuningTables(None, None)
+    assert tuning.device_names(cpu, "gfx942") == ("gfx942", "emulated")
