@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mori_triton.env import Settings
 from mori_triton.errors import require
-from mori_triton.ops.tuning_tables import EMULATED, EpTuningTables, TuningRule, gpu_model, open_tables
+from mori_triton.host.state import PeState
+from mori_triton.ops.tuning_tables import EMULATED, SHARED, EpTuningTables, TuningRule, gpu_model, open_tables
 
 PHASES = ("dispatch", "combine")
 
@@ -30,6 +30,7 @@ class EpLaunchConfig:
     piece_bytes: int  # bytes of a row that one of its programs moves at a time
     num_warps: int  # of its programs
     route_tokens: int  # tokens of one program of `route`, or of `IntraNodeLL`'s dispatch
+    route_warps: int  # as num_warps, of `route`
     stage_programs: int  # as num_programs, of the staging kernel
     stage_piece_bytes: int  # as piece_bytes
     stage_warps: int  # as num_warps
@@ -37,17 +38,17 @@ class EpLaunchConfig:
 
 # the emulated device runs workgroups on a few host cores: few programs, short vectors
 _EMULATED = EpLaunchConfig(
-    num_programs=8, piece_bytes=2048, num_warps=2, route_tokens=16,
+    num_programs=8, piece_bytes=2048, num_warps=2, route_tokens=16, route_warps=2,
     stage_programs=8, stage_piece_bytes=2048, stage_warps=2,
 )  # fmt: skip
 # about what one GPU can hold at a time: rows move at the memory's rate from here on
 _GPU = EpLaunchConfig(
-    num_programs=1024, piece_bytes=8192, num_warps=8, route_tokens=16,
+    num_programs=1024, piece_bytes=8192, num_warps=8, route_tokens=16, route_warps=4,
     stage_programs=1024, stage_piece_bytes=8192, stage_warps=8,
 )  # fmt: skip
 # few rows: shorter pieces, so that there are enough programs to keep the memory busy
 _GPU_SMALL = EpLaunchConfig(
-    num_programs=512, piece_bytes=4096, num_warps=4, route_tokens=4,
+    num_programs=512, piece_bytes=4096, num_warps=4, route_tokens=4, route_warps=1,
     stage_programs=512, stage_piece_bytes=4096, stage_warps=4,
 )  # fmt: skip
 _SMALL_BYTES = 8 << 20  # of a PE's tokens
@@ -80,7 +81,7 @@ def launch_config(
         quant_type: combine: the codec. Not looked at for dispatch.
         tables: what `open_tables` returned for the op; None: built-in defaults.
         block_num: programs of every kernel that moves rows, or -1.
-        warp_per_block: warps of their programs, 1, 2, 4, 8 or 16, or -1.
+        warp_per_block: warps of every kernel's programs, 1, 2, 4, 8 or 16, or -1.
 
     Raises:
         ArgumentError: `block_num` or `warp_per_block` is none of these, or `phase` is no phase.
@@ -101,7 +102,7 @@ def launch_config(
     if block_num != -1:
         shape = replace(shape, num_programs=block_num, stage_programs=block_num)
     if warp_per_block != -1:
-        shape = replace(shape, num_warps=warp_per_block, stage_warps=warp_per_block)
+        shape = replace(shape, num_warps=warp_per_block, stage_warps=warp_per_block, route_warps=warp_per_block)
     return shape
 
 
@@ -121,7 +122,7 @@ def _ruled(shape: EpLaunchConfig, rule: TuningRule) -> EpLaunchConfig:
     return replace(base, **ours)
 
 
-_OPTIONAL = ("piece_bytes", "route_tokens", "stage_programs", "stage_piece_bytes", "stage_warps")
+_OPTIONAL = ("piece_bytes", "route_tokens", "route_warps", "stage_programs", "stage_piece_bytes", "stage_warps")
 
 
 def device_names(device: torch.device, emulated_arch: str) -> tuple[str, str]:
@@ -135,12 +136,15 @@ def device_names(device: torch.device, emulated_arch: str) -> tuple[str, str]:
     return arch, gpu_model(properties.name)
 
 
-def tables_for(settings: Settings, device: torch.device, kernel_type: str, ep_size: int) -> EpTuningTables | None:
+def tables_for(state: PeState, device: torch.device, kernel_type: str) -> EpTuningTables | None:
     """The tuned tables of an op that is being constructed, None in MANUAL mode. Raises as `open_tables` does."""
+    settings = state.settings
     if settings.ep_launch_mode == "manual":
         return None
     arch, model = device_names(device, settings.arch)
+    # PEs that are threads of this process; processes are taken to have a GPU each
+    share = device.type != "cpu" and state.rendezvous is not None and state.n_pes > torch.cuda.device_count()
     return open_tables(
         settings.ep_launch_mode, settings.ep_tuning_config,
-        gpu_arch=arch, gpu_model=model, kernel_type=kernel_type, ep_size=ep_size,
+        gpu_arch=arch, gpu_model=model + SHARED if share else model, kernel_type=kernel_type, ep_size=state.n_pes,
     )  # fmt: skip

@@ -20,6 +20,10 @@ import torch
 from mori_triton.errors import ArgumentError
 
 VERSION = "1.0"
+# the model of the emulated device, whose times say nothing about a GPU
+EMULATED = "emulated"
+# behind the model where several PEs, threads of one process, share a GPU
+SHARED = "-shared"
 PACKAGED = Path(__file__).parent / "tuning_configs"
 # MORI's names of payload dtypes, and ours for those that MORI has no tables for
 DTYPE_NAMES = {
@@ -49,6 +53,7 @@ class TuningRule:
     latency_us: float | None = None
     piece_bytes: int | None = None
     route_tokens: int | None = None
+    route_warps: int | None = None
     stage_programs: int | None = None
     stage_piece_bytes: int | None = None
     stage_warps: int | None = None
@@ -153,7 +158,7 @@ def gpu_model(device_name: str) -> str:
 _REQUIRED = ("dtype", "num_tokens", "hidden_dim", "block_num", "warp_per_block")
 _REQUIRED_COMBINE = (*_REQUIRED, "zero_copy", "quant_type")
 _COUNTS = ("num_tokens", "hidden_dim", "block_num", "warp_per_block", "topk", "stage_programs")
-_POWERS = ("piece_bytes", "route_tokens", "stage_piece_bytes", "stage_warps")
+_POWERS = ("piece_bytes", "route_tokens", "route_warps", "stage_piece_bytes", "stage_warps")
 _NUMBERS = ("bandwidth_gbps", "latency_us", "floor_us", "noise")
 _KNOWN = tuple(f.name for f in fields(TuningRule))
 
@@ -258,8 +263,9 @@ def open_tables(
         kernel_type: MORI's name, `IntraNode`.
         ep_size: number of PEs.
 
-    Without a file of this model, the first one, by name, of another model of the same architecture is taken; the
-    emulated device takes only its own.
+    Without a file of this model, another one of the same architecture is taken: of this model used in the other way (a
+    GPU for each PE, or one for several), else of another model, first in the same way, by name. The emulated device
+    takes only its own.
 
     Raises:
         ArgumentError: the override does not exist, or a file is malformed.
@@ -277,16 +283,22 @@ def open_tables(
         directory = path
     found = []
     for phase in ("dispatch", "combine"):
-        path = directory / file_name(gpu_arch, gpu_model, kernel_type, ep_size, phase)
-        if not path.is_file() and gpu_model != EMULATED:
-            others = sorted(directory.glob(file_name(gpu_arch, "*", kernel_type, ep_size, phase)))
-            path = next((p for p in others if p.name.split("_")[1 + gpu_arch.count("_")] != EMULATED), path)
-        found.append(load_table(path, phase) if path.is_file() else None)
+        nearest = _find(directory, gpu_arch, gpu_model, kernel_type, ep_size, phase)
+        found.append(load_table(nearest, phase) if nearest else None)
     return EpTuningTables(*found)
 
 
-# the model of the emulated device, whose times say nothing about a GPU
-EMULATED = "emulated"
+def _find(directory: Path, arch: str, model: str, kernel_type: str, ep_size: int, phase: str) -> Path | None:
+    own = directory / file_name(arch, model, kernel_type, ep_size, phase)
+    if own.is_file() or model == EMULATED:
+        return own if own.is_file() else None
+    before, after = file_name(arch, "*", kernel_type, ep_size, phase).split("*")
+    others = {p.name[len(before) : -len(after)]: p for p in directory.glob(f"{before}*{after}")}
+    models = sorted(m for m in others if m != EMULATED and "_" not in m)
+    is_shared, plain = model.endswith(SHARED), model.removesuffix(SHARED)
+    # the same GPU used in the other way is nearer than another GPU
+    models.sort(key=lambda m: (m.removesuffix(SHARED) != plain, m.endswith(SHARED) != is_shared))
+    return others[models[0]] if models else None
 
 
 # --------------------------------------------------------------------------------------------------------- writing

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import pytest
@@ -15,7 +16,7 @@ from mori_triton import env
 from mori_triton.errors import ArgumentError
 from mori_triton.ops import tuning
 from mori_triton.ops.tuning import EpLaunchConfig, launch_config
-from mori_triton.ops.tuning_tables import DTYPE_NAMES, EpTuningTables, TuningRule, TuningTable
+from mori_triton.ops.tuning_tables import DTYPE_NAMES, EpTuningTables, TuningRule, TuningTable, save_table
 
 pytestmark = pytest.mark.cpu
 
@@ -63,7 +64,8 @@ def test_explicit_numbers_win_over_everything():
     for phase, tables in itertools.product(("dispatch", "combine"), (None, ruled)):
         call = {"dtype": BF16, "top_k": 8, "zero_copy": True, "tables": tables}
         shape = launch_config("cuda", phase, 128, 14336, **call, block_num=5, warp_per_block=2)
-        assert (shape.num_programs, shape.stage_programs, shape.num_warps, shape.stage_warps) == (5, 5, 2, 2)
+        assert (shape.num_programs, shape.stage_programs) == (5, 5)
+        assert (shape.num_warps, shape.stage_warps, shape.route_warps) == (2, 2, 2)
         free = launch_config("cuda", phase, 128, 14336, **call)
         assert launch_config("cuda", phase, 128, 14336, **call, block_num=5).num_warps == free.num_warps
         assert launch_config("cuda", phase, 128, 14336, **call, warp_per_block=1).num_programs == free.num_programs
@@ -138,6 +140,7 @@ def test_a_rule_of_ours_sets_every_number():
         warp_per_block=2,
         piece_bytes=512,
         route_tokens=1,
+        route_warps=4,
         stage_programs=12,
         stage_piece_bytes=256,
         stage_warps=1,
@@ -145,7 +148,7 @@ def test_a_rule_of_ours_sets_every_number():
     shape = launch_config(
         "cuda", "dispatch", 64, 14336, dtype=BF16, top_k=8, tables=EpTuningTables(table(mine), None)
     )  # fmt: skip
-    assert shape == EpLaunchConfig(11, 512, 2, 1, 12, 256, 1)
+    assert shape == EpLaunchConfig(11, 512, 2, 1, 4, 12, 256, 1)
 
 
 @pytest.mark.parametrize(("warps", "want"), [(1, 1), (3, 2), (4, 4), (15, 8), (16, 16), (31, 16)])
@@ -199,14 +202,27 @@ def test_lookup_finds_what_the_rule_says(rules, n, hidden, topk, dtype, data):
 
 
 # -------------------------------------------------------------------------------------------------- from settings
+def state(**environ: str) -> SimpleNamespace:
+    """What `tables_for` looks at of a PE's state."""
+    names = {"MODE": "MORI_EP_LAUNCH_CONFIG_MODE", "FILE": "MORI_EP_TUNING_CONFIG"}
+    return SimpleNamespace(settings=env.snapshot({names[k]: v for k, v in environ.items()}), n_pes=2, rendezvous=None)
+
+
 def test_manual_mode_opens_nothing_and_auto_looks_for_the_emulated_devices_own(tmp_path):
     cpu = torch.device("cpu")
     missing = str(tmp_path / "missing")
-    manual = env.snapshot({"MORI_EP_TUNING_CONFIG": missing})
-    assert tuning.tables_for(manual, cpu, "IntraNode", 2) is None
-    auto = env.snapshot({"MORI_EP_LAUNCH_CONFIG_MODE": "AUTO", "MORI_EP_TUNING_CONFIG": missing})
+    assert tuning.tables_for(state(FILE=missing), cpu, "IntraNode") is None
     with pytest.raises(ArgumentError, match=f"MORI_EP_TUNING_CONFIG: want .*, got '{missing}'"):
-        tuning.tables_for(auto, cpu, "IntraNode", 2)
-    auto = env.snapshot({"MORI_EP_LAUNCH_CONFIG_MODE": "AUTO", "MORI_EP_TUNING_CONFIG": str(tmp_path)})
-    assert tuning.tables_for(auto, cpu, "IntraNode", 2) == EpTuningTables(None, None)
+        tuning.tables_for(state(MODE="AUTO", FILE=missing), cpu, "IntraNode")
+    here = state(MODE="AUTO", FILE=str(tmp_path))
+    assert tuning.tables_for(here, cpu, "IntraNode") == EpTuningTables(None, None)
     assert tuning.device_names(cpu, "gfx942") == ("gfx942", "emulated")
+    save_table(
+        tmp_path / "gfx1201_emulated_IntraNode_ep2_combine.json",
+        {"phase": "combine"},
+        [rule(1, 3, zero_copy=True, quant_type="none")],
+    )
+    tables = tuning.tables_for(here, cpu, "IntraNode")
+    assert tables is not None
+    assert tables.dispatch is None
+    assert blocks(tables.combine, BF16, 1, 7168, 8, True, "none") == 3

@@ -82,6 +82,7 @@ BAD_VALUES = {
     "latency_us": [-0.5],
     "piece_bytes": [0, 3, 4096.0],
     "route_tokens": [12],
+    "route_warps": [3],
     "stage_programs": [0],
     "stage_piece_bytes": [3],
     "stage_warps": [3],
@@ -155,10 +156,21 @@ def test_own_model_else_the_first_of_the_architecture(tmp_path):
     put(tmp_path, "sm_90_h100_IntraNodeLL_ep8_combine.json", "combine", 4)
     put(tmp_path, "sm_90_h100_IntraNode_ep4_combine.json", "combine", 5)
     assert opened(tmp_path) == (2, None)
+    put(tmp_path, "sm_90_aaa_x_IntraNode_ep8_dispatch.json", "dispatch", 10)
+    assert opened(tmp_path) == (2, None), "a name that is not MORI's"
     put(tmp_path, "sm_90_h200_IntraNode_ep8_dispatch.json", "dispatch", 6)
     put(tmp_path, "sm_90_h200_IntraNode_ep8_combine.json", "combine", 7)
     assert opened(tmp_path) == (6, 7)
     assert opened(tmp_path, gpu_model="emulated") == (9, None)
+    # PEs that share a GPU: their own table, else the same GPU's
+    assert opened(tmp_path, gpu_model="h200-shared") == (6, 7)
+    put(tmp_path, "sm_90_a10-shared_IntraNode_ep8_dispatch.json", "dispatch", 11)
+    assert opened(tmp_path, gpu_model="h200-shared") == (6, 7)
+    assert opened(tmp_path, gpu_model="b10-shared")[0] == 11
+    assert opened(tmp_path, gpu_model="b10")[0] == 2
+    put(tmp_path, "sm_90_h200-shared_IntraNode_ep8_dispatch.json", "dispatch", 12)
+    assert opened(tmp_path, gpu_model="h200-shared") == (12, 7)
+    assert opened(tmp_path) == (6, 7)
     assert opened(tmp_path, gpu_arch="sm_100", gpu_model="b300") == (None, 3)
     assert opened(tmp_path, kernel_type="IntraNodeLL") == (None, 4)
     assert opened(tmp_path, ep_size=4) == (None, 5)
@@ -194,7 +206,7 @@ _RULES = st.lists(
         block_num=st.integers(1, 4096), warp_per_block=st.integers(1, 64), rdma_block_num=st.integers(0, 9),
         topk=st.none() | st.integers(1, 128), zero_copy=st.booleans(), quant_type=st.sampled_from(["none", "x"]),
         bandwidth_gbps=st.none() | st.floats(0, 1e6), latency_us=st.none() | st.floats(0, 1e6),
-        piece_bytes=_POWERS, route_tokens=_POWERS, stage_piece_bytes=_POWERS, stage_warps=_POWERS,
+        piece_bytes=_POWERS, route_tokens=_POWERS, route_warps=_POWERS, stage_piece_bytes=_POWERS, stage_warps=_POWERS,
     ),
     max_size=8, unique_by=lambda r: r.key,
 )  # fmt: skip
