@@ -74,7 +74,8 @@ class SymmetricHeap:
         self._freed: dict[int, Block] = {}
         self._closed = False
         self._ctx: torch.Tensor | None = None
-        self._base = self._context_address = 0
+        self._base = self._context_address = self._error_log = 0
+        self._error_view: memoryview | None = None
         self._peer_bases: list[int] = [0] * self.n_pes
         mine = self._allocate(node, kind)
         try:
@@ -95,7 +96,11 @@ class SymmetricHeap:
             self._allocator = Allocator(self.num_bytes)
             alignment = max(4096, _largest_power(self.num_bytes))
             self._base = self.driver.alloc(self.num_bytes, kind=kind, alignment=alignment, exportable=True)
-            self._context_address = self.driver.alloc(self._context_bytes(), kind=MemoryKind.FINE_GRAINED)
+            self._context_address = self.driver.alloc(self._context_bytes(), kind=MemoryKind.CACHED)
+            # apart, and where the host can look into it while kernels run
+            self._error_log = self.driver.alloc(abi.ERROR_LOG_SIZE, kind=MemoryKind.FINE_GRAINED)
+            self._error_view = self.driver.host_view(self._error_log, abi.ERROR_LOG_SIZE)
+            self._error_count = self._error_view[:8].cast("Q")
             facts["handle"] = self.driver.export_handle(self._base).hex()
             # what every heap can promise: the largest power of two that divides its address
             facts["alignment"] = self._base & -self._base
@@ -127,17 +132,13 @@ class SymmetricHeap:
         all_fine([json.loads(text) for text in problems])
 
     def _context_bytes(self) -> int:
-        return abi.CONTEXT_BYTES + self._table_bytes() + abi.ERROR_LOG_SIZE
-
-    def _table_bytes(self) -> int:
-        return -(-self.n_pes * 8 // 64) * 64
+        return abi.CONTEXT_BYTES + self.n_pes * 8
 
     def _write_tables(self) -> None:
         sync = self._allocator.allocate(abi.BARRIER_WORDS * 8, DEFAULT_ALIGNMENT, SYNC_NAME)
         assert sync is not None
         self.driver.memset(self._base + sync.offset, 0, sync.num_bytes)
         bases = self._context_address + abi.CONTEXT_BYTES
-        self._error_log = bases + self._table_bytes()
         ticks = 0 if self.timeout_s is None else max(1, math.ceil(self.timeout_s * self.driver.ticks_per_second))
         packed = context.pack_context(
             pe=self.pe,
@@ -151,7 +152,7 @@ class SymmetricHeap:
         )
         self.driver.write(self._context_address, packed)
         self.driver.write(bases, struct.pack(f"<{self.n_pes}Q", *self._peer_bases))
-        self.driver.write(self._error_log, context.empty_error_log())
+        self._clear_errors()
         self.driver.synchronize()
 
     # allocation
@@ -327,23 +328,36 @@ class SymmetricHeap:
         ]
         return [
             *regions,
-            Region(self._context_address, self._error_log - self._context_address, f"context of PE {self.pe}", self.pe),
+            Region(self._context_address, self._context_bytes(), f"context of PE {self.pe}", self.pe),
             Region(self._error_log, abi.ERROR_LOG_SIZE, f"error log of PE {self.pe}", self.pe),
         ]
 
     # errors of kernels
 
-    def take_errors(self) -> tuple[list[context.ErrorRecord], int]:
-        """What kernels of this PE have recorded, and how many errors there were; clears the log. They must be done."""
+    def errors_pending(self) -> bool:
+        """Whether a kernel of this PE has recorded an error so far. One look at memory: it waits for nothing."""
         self._check_open()
-        log = self.driver.read(self._error_log, abi.ERROR_LOG_SIZE)
-        records, count = context.unpack_error_log(log, self.describe)
-        if count:
-            self.driver.write(self._error_log, context.empty_error_log())
+        return self._error_count[0] != 0
+
+    def take_errors(self) -> tuple[list[context.ErrorRecord], int]:
+        """What kernels of this PE have recorded, and how many errors there were; clears the log.
+
+        If there is any, waits for the device first: a record is complete when its kernel has ended.
+        """
+        if not self.errors_pending():
+            return [], 0
+        self.driver.synchronize()
+        assert self._error_view is not None
+        records, count = context.unpack_error_log(bytes(self._error_view), self.describe)
+        self._clear_errors()
         return records, count
 
+    def _clear_errors(self) -> None:
+        assert self._error_view is not None
+        self._error_view[:] = context.empty_error_log()
+
     def check_errors(self) -> None:
-        """Raise `PeerTimeout` or `KernelFault` for what this PE's kernels, now done, have recorded; clears it."""
+        """Raise what `context.error_of` makes of what this PE's kernels have recorded, if anything; clears it."""
         records, count = self.take_errors()
         if count:
             raise context.error_of(records, count)
@@ -361,15 +375,20 @@ class SymmetricHeap:
         return self._closed
 
     def _release(self) -> None:
-        self._ctx = None
-        for pe, base in enumerate(self._peer_bases):
-            if base and pe != self.pe:
-                self.driver.close_import(base)
+        self._ctx = self._error_view = None
+        self._error_count = memoryview(bytes(8)).cast("Q")
+        undo = [(self.driver.close_import, base) for pe, base in enumerate(self._peer_bases) if base and pe != self.pe]
+        undo += [(self.driver.free, own) for own in (self._context_address, self._error_log, self._base) if own]
         self._peer_bases = [0] * self.n_pes
-        for address in (self._context_address, self._base):
-            if address:
-                self.driver.free(address)
-        self._context_address = 0
+        self._context_address = self._error_log = 0
+        failures = []
+        for call, address in undo:
+            try:
+                call(address)
+            except DriverError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     # checks
 

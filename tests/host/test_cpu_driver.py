@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mori_triton.errors import ArgumentError, DriverError
-from mori_triton.host.drivers import CpuDriver, MemoryKind, cpu
+from mori_triton.host.drivers import CpuDriver, MemoryKind, identity
 
 pytestmark = pytest.mark.cpu
 
@@ -162,15 +162,15 @@ def test_i15_threads_that_start_together_are_one_process(monkeypatch):
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(50):
-            monkeypatch.setattr(cpu, "_identities", {})
+            monkeypatch.setattr(identity, "_identities", {})
             start = threading.Barrier(8)
 
-            def identity(_, start=start):
+            def ask(_, start=start):
                 start.wait()
-                return cpu._process_identity()
+                return identity.process_identity()
 
             with ThreadPoolExecutor(8) as pool:
-                assert len(set(pool.map(identity, range(8)))) == 1
+                assert len(set(pool.map(ask, range(8)))) == 1
     finally:
         sys.setswitchinterval(interval)
 

@@ -119,10 +119,16 @@ def test_context_holds_what_the_table_says():
         assert bases == tuple(heap.peer_address(heap.base, peer) for peer in range(3))
         assert heap.contains(sync, 512)
         assert here.driver.read(sync, 512) == bytes(512)
-        assert here.driver.read(errors, 16) == struct.pack("<QQ", 0, 15)
+        assert here.driver.read(errors, 16) == struct.pack("<QQ", 0, abi.ERROR_CAPACITY)
         # everything a kernel may touch is listed once, and nothing overlaps
         regions = sorted(heap.regions())
-        for address, num_bytes in ((ctx.data_ptr(), 128), (peers, 24), (errors, 976), (sync, 512), (bases[1], size)):
+        for address, num_bytes in (
+            (ctx.data_ptr(), 128),
+            (peers, 24),
+            (errors, abi.ERROR_LOG_SIZE),
+            (sync, 512),
+            (bases[1], size),
+        ):
             assert sum(r.address <= address and address + num_bytes <= r.address + r.num_bytes for r in regions) == 1
         assert all(a.address + a.num_bytes <= b.address for a, b in itertools.pairwise(regions))
         return sync - heap.base
@@ -137,7 +143,7 @@ def test_no_wait_limit():
 
 
 def record(kind, pe, peer, tag, address, expected, seen, compare):
-    return struct.pack("<IiiiQQQI20x", kind, pe, peer, tag, address, expected, seen, compare)
+    return struct.pack("<IiiiQQQI", kind, pe, peer, tag, address, expected, seen, compare)
 
 
 def test_d20_errors_of_kernels():
@@ -150,7 +156,8 @@ def test_d20_errors_of_kernels():
     refused = record(2, 0, 7, 0, counts.data_ptr() + 1, 16, 0, 0)
 
     def write(count, *records):
-        heap.driver.write(log, struct.pack("<QQ", count, 15) + b"".join(records))
+        whole = [one + struct.pack("<I16x", slot + 1) for slot, one in enumerate(records)]
+        heap.driver.write(log, struct.pack("<QQ", count, 16) + b"".join(whole))
 
     write(1, wait)
     with pytest.raises(PeerTimeout) as caught:
@@ -160,8 +167,8 @@ def test_d20_errors_of_kernels():
     # cleared
     heap.check_errors()
     # more errors than records
-    write(20, *[wait] * 15)
-    with pytest.raises(PeerTimeout, match="and 5 more"):
+    write(20, *[wait] * 16)
+    with pytest.raises(PeerTimeout, match="and 4 more"):
         heap.check_errors()
     write(3, wait, refused, record(2, 0, 0, 0, 0x10, 2**64 - 1, 0, 0))
     with pytest.raises(KernelFault) as caught:

@@ -89,7 +89,7 @@ def test_close_runs_callbacks_before_the_barrier_and_the_heap_after():
     here.bootstrap.barrier = lambda what: (log.append(what), barrier(what))
     here.close()
     here.close()
-    assert log == ["attach", "second", "first", "shmem finalize", "detach", "free", "free"]
+    assert log == ["attach", "second", "first", "shmem finalize", "detach", "free", "free", "free"]
     assert here.extensions == {}
     with pytest.raises(StateError, match="closed"):
         here.bootstrap.allgather(b"")
@@ -149,7 +149,8 @@ def test_heap_type_is_the_memory_kind():
 
     for heap_type in ("normal", "uncached"):
         run_world(1, lambda here: None, driver=Noting, heap_type=heap_type)
-    assert kinds == ["cached", "fine_grained", "uncached", "fine_grained"]
+    # the heap, the context, the error log
+    assert kinds == ["cached", "cached", "fine_grained", "uncached", "cached", "fine_grained"]
 
 
 def test_i12_node_identity():
@@ -245,7 +246,7 @@ def test_i3_no_finalizer_waits_for_peers():
     tensors = run_threads(2, lambda pe: kept[pe].heap.tensor((5,), torch.float32))
     before = num_mappings()
     kept[1] = tensors[1] = None
-    assert num_mappings() == before - 1, "the other PE still maps its heap, its context is gone"
+    assert num_mappings() == before - 2, "the other PE still maps its heap; its context and its error log are gone"
     kept.clear()
     tensors.clear()
     assert num_mappings() <= before - 4

@@ -5,12 +5,48 @@ from __future__ import annotations
 from mori_triton.errors import StateError
 from mori_triton.host.drivers.base import Driver, MemoryKind
 from mori_triton.host.drivers.cpu import CpuDriver
+from mori_triton.host.drivers.cuda import CudaDriver
 
-__all__ = ["CpuDriver", "Driver", "MemoryKind", "open_driver"]
+__all__ = ["CpuDriver", "CudaDriver", "Driver", "MemoryKind", "open_driver"]
 
 
-def open_driver(device: str) -> Driver:
-    """The driver of a process that is one PE: "cpu", and "auto" as long as that is the only one there is."""
-    if device in ("auto", "cpu"):
+def open_driver(device: str = "auto", index: int | None = None, *, heap_mode: str = "static_heap") -> Driver:
+    """The driver of a process that is one PE.
+
+    Args:
+        device: "cpu", "cuda", "hip"; "auto": the GPU that this build of torch is for if one is visible, else the CPU.
+        index: which GPU; None: torch's current one. The CPU is one.
+        heap_mode: how memory for other processes is made, on a GPU: `MORI_SHMEM_MODE`.
+
+    Raises: `DriverError` when there is no such device; `StateError` when torch cannot use it.
+    """
+    if device == "auto":
+        device = default_device()
+    if device == "cpu":
         return CpuDriver(shared=True)
-    raise StateError(f"MORI_TRITON_DEVICE={device}: there is no driver for it yet; want cpu")
+    if device == "cuda":
+        return CudaDriver(_current_index("cuda") if index is None else index, heap_mode=heap_mode)
+    raise StateError(f"MORI_TRITON_DEVICE={device}: there is no driver for it yet; want cpu or cuda")
+
+
+def default_device() -> str:
+    """What "auto" stands for: "cuda", "hip" or "cpu". Asking makes no context on a GPU."""
+    import torch
+
+    from mori_triton.host.drivers import cuda
+
+    # a GPU is of no use to a torch that was built for another kind, or for none
+    if torch.version.cuda is not None and cuda.device_count():
+        return "cuda"
+    return "cpu"
+
+
+def _current_index(device: str) -> int:
+    import torch
+
+    built_for = torch.version.cuda if device == "cuda" else torch.version.hip
+    if built_for is None:
+        raise StateError(
+            f"MORI_TRITON_DEVICE={device}: this torch ({torch.__version__}) was built without support for it"
+        )
+    return torch.cuda.current_device()

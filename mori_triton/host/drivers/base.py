@@ -1,6 +1,11 @@
 """What the host layer asks of a device: one protocol, one implementation for each of `cpu`, `cuda` and `hip`.
 
-Addresses are ints: what a kernel on that device loads from and stores to. Nothing here is collective.
+Addresses are ints: what a kernel on that device loads from and stores to. So are streams (0: the default stream, else
+what `torch.cuda.Stream.cuda_stream` is), events and graphs. Nothing here is collective, and every method may be called
+from any thread; which device is the calling thread's current one is left as it was, except by `set_current`.
+
+`copy`, `write`, `read` and `memset` come after what the calling thread has put on its current torch stream, and are
+done when they return. They wait for that stream only, so they are not for the time when it is being captured.
 """
 
 from __future__ import annotations
@@ -13,7 +18,11 @@ if TYPE_CHECKING:
 
 
 class MemoryKind(enum.Enum):
-    """How the device may cache an allocation that other devices write."""
+    """How the device may cache an allocation that others write or read.
+
+    CACHED and UNCACHED are memory of the device. FINE_GRAINED is memory that host and device see at once, also while a
+    kernel runs (`host_view`); it is for words, not for data, and cannot be exported.
+    """
 
     CACHED = "cached"
     UNCACHED = "uncached"
@@ -24,7 +33,14 @@ class Driver(Protocol):
     """A device of this process. Every method raises `DriverError` with the system's own text when it fails."""
 
     name: str  # "cpu", "cuda", "hip"
+    device_index: int  # which of them, by torch's count; 0 on the CPU
     ticks_per_second: int  # of the clock that bitcode waits read
+
+    def set_current(self) -> None:
+        """Make this device the current one of the calling thread."""
+        ...
+
+    # memory
 
     def alloc(
         self,
@@ -38,31 +54,15 @@ class Driver(Protocol):
         ...
 
     def free(self, address: int) -> None:
-        """Give back what `alloc` returned. Tensors made by `tensor` keep it alive where the driver can arrange that."""
-        ...
-
-    def export_handle(self, address: int) -> bytes:
-        """A handle that another process on this node (or this one) can import, for an exportable allocation."""
-        ...
-
-    def end_export(self, address: int) -> None:
-        """Every peer has imported it: from here on nobody else can, and nothing outlives the processes that did."""
-        ...
-
-    def import_handle(self, handle: bytes) -> int:
-        """Map a peer's allocation; the address at which this device sees it."""
-        ...
-
-    def close_import(self, address: int) -> None:
-        """Undo `import_handle`."""
+        """Give back what `alloc` returned. Tensors and host views made of it keep its memory until they are gone."""
         ...
 
     def copy(self, dst: int, src: int, num_bytes: int) -> None:
-        """Copy between any two addresses this device can reach, own or a peer's. Ordered before the return."""
+        """Copy between any two addresses this device can reach, own or a peer's."""
         ...
 
     def write(self, address: int, data: bytes) -> None:
-        """Host to device. Ordered before the return."""
+        """Host to device."""
         ...
 
     def read(self, address: int, num_bytes: int) -> bytes:
@@ -70,19 +70,83 @@ class Driver(Protocol):
         ...
 
     def memset(self, address: int, value: int, num_bytes: int) -> None:
-        """Set bytes to `value`, 0 to 255. Ordered before the return."""
-        ...
-
-    def module_global(self, module: Any, name: str) -> tuple[int, int]:
-        """Address and size in bytes of a global variable of a loaded module (what Triton calls its module handle)."""
+        """Set bytes to `value`, 0 to 255."""
         ...
 
     def tensor(self, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor over memory of this device, without a copy."""
+        """A contiguous tensor on this device over memory that this driver allocated or imported, without a copy."""
         ...
 
+    def host_view(self, address: int, num_bytes: int) -> memoryview:
+        """FINE_GRAINED memory as the host sees it: reading it waits for nobody and needs no current device."""
+        ...
+
+    # memory of peers
+
+    def export_handle(self, address: int) -> bytes:
+        """A handle that another process on this node (or this one) can import: an exportable allocation, or an address
+        inside one, which the handle then stands for.
+        """
+        ...
+
+    def end_export(self, address: int) -> None:
+        """Every peer has imported it: from here on nobody else need be able to. Idempotent."""
+        ...
+
+    def import_handle(self, handle: bytes) -> int:
+        """Map a peer's allocation; the address at which this device sees it: the owner's own in the owner's process."""
+        ...
+
+    def close_import(self, address: int) -> None:
+        """Undo one `import_handle`."""
+        ...
+
+    # order
+
     def synchronize(self) -> None:
-        """Wait for everything launched on this device."""
+        """Wait for everything launched on this device, by any thread."""
+        ...
+
+    def stream_synchronize(self, stream: int) -> None:
+        """Wait for what has been put on one stream."""
+        ...
+
+    def create_stream(self) -> int:
+        """A stream that the default stream does not wait for. The caller destroys it."""
+        ...
+
+    def destroy_stream(self, stream: int) -> None: ...
+
+    def create_event(self) -> int:
+        """An event without a time stamp. The caller destroys it."""
+        ...
+
+    def destroy_event(self, event: int) -> None: ...
+
+    def record_event(self, event: int, stream: int) -> None:
+        """The event stands for what is on the stream now."""
+        ...
+
+    def wait_event(self, stream: int, event: int) -> None:
+        """What is put on the stream from now on waits for the event."""
+        ...
+
+    def begin_capture(self, stream: int) -> None:
+        """Launches on the stream by the calling thread are recorded from now on, and not run."""
+        ...
+
+    def end_capture(self, stream: int) -> int:
+        """The recorded launches as a graph that can be launched. The caller destroys it."""
+        ...
+
+    def launch_graph(self, graph: int, stream: int) -> None: ...
+
+    def destroy_graph(self, graph: int) -> None: ...
+
+    # other
+
+    def module_global(self, module: Any, name: str) -> tuple[int, int]:
+        """Address and size in bytes of a global variable of a loaded module (what Triton calls its module handle)."""
         ...
 
     def close(self) -> None:

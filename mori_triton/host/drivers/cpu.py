@@ -11,12 +11,12 @@ import functools
 import json
 import os
 import threading
-import uuid
 import weakref
 from typing import TYPE_CHECKING, Any
 
 from mori_triton.errors import ArgumentError, DriverError
 from mori_triton.host.drivers.base import MemoryKind
+from mori_triton.host.drivers.identity import process_identity
 
 if TYPE_CHECKING:
     import torch
@@ -85,19 +85,13 @@ class _Mapping:
 # every mapping of this process by its start, so that PEs that are threads hand each other the same pages
 _live: weakref.WeakValueDictionary[int, _Mapping] = weakref.WeakValueDictionary()
 _live_lock = threading.Lock()
-_identities: dict[int, str] = {}
-
-
-def _process_identity() -> str:
-    """A word that only this process has (a forked child gets another one)."""
-    # one step, because the PEs of a world that are threads ask for it at the same time
-    return _identities.setdefault(os.getpid(), uuid.uuid4().hex)
 
 
 class CpuDriver:
     """`Driver` for CPU memory. `shared`: other processes can import it, not only this one."""
 
     name = "cpu"
+    device_index = 0
     # s_memrealtime of the emulated device
     ticks_per_second = 100_000_000
 
@@ -105,6 +99,9 @@ class CpuDriver:
         self.shared = shared
         self._owned: dict[int, _Mapping] = {}
         self._imported: dict[int, tuple[_Mapping, int]] = {}
+
+    def set_current(self) -> None:
+        """There is one CPU."""
 
     def alloc(
         self,
@@ -142,13 +139,14 @@ class CpuDriver:
         self._close_fd(mapping)
 
     def export_handle(self, address: int) -> bytes:
-        mapping = self._owned.get(address)
+        mapping = next((owned for owned in self._owned.values() if owned.contains(address, 1)), None)
         if mapping is None:
             raise DriverError(f"export of {address:#x}: not an allocation of this driver")
         handle: dict[str, Any] = {
-            "process": _process_identity(),
+            "process": process_identity(),
             "pid": os.getpid(),
-            "address": address,
+            "address": mapping.address,
+            "offset": address - mapping.address,
             "bytes": mapping.num_bytes,
             "alignment": mapping.alignment,
         }
@@ -166,16 +164,17 @@ class CpuDriver:
 
     def import_handle(self, handle: bytes) -> int:
         fields = json.loads(handle)
-        if fields["process"] == _process_identity():
+        if fields["process"] == process_identity():
             with _live_lock:
                 mapping = _live.get(fields["address"])
             if mapping is None:
                 raise DriverError(f"import of {fields['address']:#x}: its owner in this process has freed it")
         else:
             mapping = self._map_foreign(fields)
-        known, count = self._imported.get(mapping.address, (mapping, 0))
-        self._imported[mapping.address] = (known, count + 1)
-        return mapping.address
+        address = mapping.address + fields["offset"]
+        known, count = self._imported.get(address, (mapping, 0))
+        self._imported[address] = (known, count + 1)
+        return address
 
     def close_import(self, address: int) -> None:
         if address not in self._imported:
@@ -217,8 +216,48 @@ class CpuDriver:
         buffer.mapping = self._mapping(address, num_bytes)  # type: ignore[attr-defined]
         return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(shape)
 
+    def host_view(self, address: int, num_bytes: int) -> memoryview:
+        buffer = (ctypes.c_ubyte * num_bytes).from_address(address)
+        buffer.mapping = self._mapping(address, num_bytes)  # type: ignore[attr-defined]
+        return memoryview(buffer).cast("B")
+
+    # launches on the emulated device return when the kernel has ended: every stream is empty, every event has come
+
     def synchronize(self) -> None:
-        """Launches on the emulated device return when the kernel has ended."""
+        pass
+
+    def stream_synchronize(self, stream: int) -> None:
+        pass
+
+    def create_stream(self) -> int:
+        return 0
+
+    def destroy_stream(self, stream: int) -> None:
+        pass
+
+    def create_event(self) -> int:
+        return 0
+
+    def destroy_event(self, event: int) -> None:
+        pass
+
+    def record_event(self, event: int, stream: int) -> None:
+        pass
+
+    def wait_event(self, stream: int, event: int) -> None:
+        pass
+
+    def begin_capture(self, stream: int) -> None:
+        raise DriverError("the emulated device runs a launch at once; it records no graphs")
+
+    def end_capture(self, stream: int) -> int:
+        raise DriverError("the emulated device records no graphs")
+
+    def launch_graph(self, graph: int, stream: int) -> None:
+        raise DriverError("the emulated device records no graphs")
+
+    def destroy_graph(self, graph: int) -> None:
+        raise DriverError("the emulated device records no graphs")
 
     def close(self) -> None:
         for mapping in self._owned.values():
