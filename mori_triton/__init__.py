@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _SUBMODULES = ("emulator", "layers", "ops", "shmem")
-_ATTRIBUTES = {"local_world": "mori_triton.world", "LocalWorld": "mori_triton.world"}
+_ATTRIBUTES = dict.fromkeys(("LocalWorld", "WorldGraph", "current_world", "local_world"), "mori_triton.world")
 
 if TYPE_CHECKING:
     from mori_triton import emulator, layers, ops, shmem
-    from mori_triton.world import LocalWorld, local_world
+    from mori_triton.world import LocalWorld, WorldGraph, current_world, local_world
 
-__all__ = ["LocalWorld", "emulator", "layers", "local_world", "ops", "shmem"]
+__all__ = ["LocalWorld", "WorldGraph", "current_world", "emulator", "layers", "local_world", "ops", "shmem"]
 
 
 def __getattr__(name: str) -> Any:

@@ -50,6 +50,8 @@ class ThreadGroup:
         self._rounds: dict[int, _Round] = {}
         self._gone: set[int] = set()
         self._failure: BaseException | None = None
+        self.refusal: str | None = None
+        """Why no collective can begin now; those that have begun go on."""
 
     def bootstrap(self, pe: int) -> ThreadBootstrap:
         """The bootstrap of one PE; call once per PE."""
@@ -71,10 +73,14 @@ class ThreadGroup:
 
     def exchange(self, pe: int, sequence: int, what: str, data: bytes) -> list[bytes]:
         self._check_alive()
+        if self.refusal is not None:
+            raise StateError(f"{what} (collective {sequence}) of PE {pe}: {self.refusal}")
         with self._changed:
             call = self._rounds.setdefault(sequence, _Round())
             call.calls[pe], call.data[pe] = what, data
-            self._changed.notify_all()
+            # who is woken for nothing delays those who have something to do
+            if self._settled(call):
+                self._changed.notify_all()
         self._wait(lambda: self._failure is not None or self._settled(call), _Pending(self, call, pe, sequence))
         if not self.complete(call):
             self._check_alive()

@@ -1,0 +1,122 @@
+"""The GPUs of this machine as a world uses them: torch's current device and stream, events, and CUDA graphs.
+
+Streams are the driver's own, not torch's: torch hands out 32 in a circle, so a PE's stream could be one that the
+program uses elsewhere, and a kernel that waits would keep it busy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from mori_triton.errors import ArgumentError, StateError
+from mori_triton.host import drivers
+from mori_triton.host.drivers.base import Driver
+
+# by (kind of device, index): streams that no world uses now. They are never destroyed: torch keeps memory by stream
+_idle: dict[tuple[str, int], list[torch.cuda.Stream]] = {}
+_idle_lock = threading.Lock()
+
+
+def check_available(device: str) -> None:
+    """Raise `ArgumentError` unless torch can use GPUs of this kind: "cuda" or "hip"."""
+    built = torch.version.cuda if device == "cuda" else torch.version.hip
+    if built is None:
+        raise ArgumentError(f'device: got "{device}", for which torch {torch.__version__} was not built')
+    if not torch.cuda.is_available():
+        raise ArgumentError(f'device: got "{device}", but torch finds no GPU (torch.cuda.is_available() is False)')
+
+
+class Gpus:
+    """The GPUs of one run. `device`: "cuda" or "hip"; to torch both are cuda."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        # by the caller's thread: two PEs at once would both start torch.cuda
+        torch.cuda.init()
+        self.num_gpus = torch.cuda.device_count()
+        _refuse_emulator()
+
+    def close(self) -> None:
+        """After the last use."""
+
+    def open_driver(self, index: int) -> Driver:
+        """A driver of GPU `index`."""
+        return drivers.open_driver(self.device, index)
+
+    def take_stream(self, index: int, driver: Driver) -> torch.cuda.Stream:
+        """A stream of GPU `index` that nobody else uses; give it back, idle, to `give_stream`."""
+        with _idle_lock:
+            streams = _idle.setdefault((self.device, index), [])
+            if streams:
+                return streams.pop()
+        return torch.cuda.ExternalStream(driver.create_stream(), device=torch.device("cuda", index))
+
+    def give_stream(self, index: int, stream: torch.cuda.Stream) -> None:
+        """Let later worlds use it."""
+        with _idle_lock:
+            _idle[self.device, index].append(stream)
+
+    def enter(self, stream: torch.cuda.Stream) -> None:
+        """Make a stream and its device the calling thread's current ones."""
+        torch.cuda.set_device(stream.device)
+        torch.cuda.set_stream(stream)
+
+    def attach(self, here: Any) -> Callable[[], None]:
+        """Make a PE's memory known to its kernels: on GPUs they reach whatever is mapped. Returns the undo."""
+        return lambda: None
+
+    def current_stream(self) -> torch.cuda.Stream:
+        """The calling thread's current stream."""
+        return torch.cuda.current_stream()
+
+    def new_event(self) -> torch.cuda.Event:
+        """An event with `record(stream)`; streams have `wait_event(event)`."""
+        return torch.cuda.Event()
+
+    @contextlib.contextmanager
+    def stream(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """Inside the block a stream and its device are the calling thread's current ones."""
+        with torch.cuda.stream(stream):
+            yield
+
+    @contextlib.contextmanager
+    def capture(self, main: torch.cuda.Stream, streams: Sequence[torch.cuda.Stream]) -> Iterator[Captured]:
+        """Capture what the block does on `main`, and on `streams` once they wait for an event of `main`."""
+        captured = Captured(torch.cuda.CUDAGraph())
+        with torch.cuda.device(main.device), contextlib.ExitStack() as stack:
+            # other threads wait meanwhile, and what they do in the background must not spoil the capture
+            stack.enter_context(torch.cuda.graph(captured.graph, stream=main, capture_error_mode="thread_local"))
+            # torch keeps what is allocated meanwhile for the graph, but on the device of `main` only
+            for device in sorted({stream.device for stream in streams} - {main.device}, key=str):
+                captured.pools.append(torch.cuda.MemPool())
+                stack.enter_context(torch.cuda.use_mem_pool(captured.pools[-1], device))
+            yield captured
+
+
+class Captured:
+    """A CUDA graph, and the memory of other devices that belongs to it."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self.graph, self.pools = graph, list[Any]()
+
+    def replay(self) -> None:
+        """Launch it on the current stream."""
+        self.graph.replay()
+
+
+def _refuse_emulator() -> None:
+    """Triton has one active driver in a process, so GPUs and the emulated device take turns."""
+    import triton
+
+    from mori_triton.emulator.driver import EmulatedDriver
+
+    if isinstance(triton.runtime.driver.active, EmulatedDriver):
+        raise StateError(
+            "Triton runs on the emulated device now: end the world on the CPU, or call deactivate() of what "
+            "mori_triton.emulator.activate() returned, before a world on GPUs runs"
+        )
