@@ -1,0 +1,52 @@
+"""Which of a token's ids carries it to which PE, for a block of tokens and all PEs at once, in registers."""
+
+import triton
+import triton.language as tl
+
+from mori_triton.ops.kernels.rows import row_offset
+
+
+@triton.jit
+def load_carriers(
+    indices_ptr,  # int32 [num_tokens, top_k], local: global expert ids
+    token,  # int32 [T]
+    mask_t,  # bool [T]: tokens that are there
+    top_k,
+    num_experts_per_rank,
+    num_pes,
+    BLOCK_K: tl.constexpr,  # >= top_k
+    BLOCK_P: tl.constexpr,  # >= num_pes
+):
+    """The ids `[T, BLOCK_K]` (-1 where there is none), and by PE `[T, BLOCK_P]` the column of the first id that lives
+    there, BLOCK_K for a PE that the token does not go to.
+    """
+    column = tl.arange(0, BLOCK_K)
+    offs = row_offset(token, top_k)[:, None] + column[None, :]
+    ids = tl.load(indices_ptr + offs, mask=mask_t[:, None] & (column < top_k)[None, :], other=-1)
+    known = (ids >= 0) & (ids < num_pes * num_experts_per_rank)
+    # a C division takes -1 to 0: only ids that are in range may be divided
+    owner = tl.where(known, ids // num_experts_per_rank, -1)
+    pe = tl.arange(0, BLOCK_P)
+    carrier = tl.min(tl.where(owner[:, None, :] == pe[None, :, None], column[None, None, :], BLOCK_K), 2)
+    return ids, carrier
+
+
+@triton.jit
+def store_forward(
+    forward_ptr,  # int32 [M, top_k], local, out: destination PE * capacity + slot, -1: not sent
+    token,  # int32 [T]
+    mask_t,  # bool [T]
+    carrier,  # int32 [T, BLOCK_P]
+    slot,  # int32 [T, BLOCK_P], -1: not sent
+    top_k,
+    capacity,
+    BLOCK_K: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Write the forward map of a block of tokens: at each carrier its PE and slot, -1 elsewhere."""
+    column = tl.arange(0, BLOCK_K)
+    target = tl.where(slot >= 0, tl.arange(0, BLOCK_P)[None, :] * capacity + slot, -1)
+    # [T, BLOCK_P, BLOCK_K]: an id carries to one PE at most
+    forward = tl.max(tl.where(carrier[:, :, None] == column[None, None, :], target[:, :, None], -1), 1)
+    offs = row_offset(token, top_k)[:, None] + column[None, :]
+    tl.store(forward_ptr + offs, forward, mask=mask_t[:, None] & (column < top_k)[None, :])

@@ -1,0 +1,55 @@
+"""The one-launch dispatch (kernel type IntraNodeLL), bit for bit against numpy."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mori_triton import local_world
+from mori_triton.device.launch import launch
+from tests.ops.bare_ll import check_ll, ll_rounds
+from tests.ops.cases import Case
+
+pytestmark = pytest.mark.cpu
+
+SCALES = (6, 1)
+BASE = Case(num_pes=2, hidden=20, top_k=3, dtype="float32", tokens="uneven", scales=SCALES, max_tokens=7, rounds=2)
+CASES = (
+    (BASE, {"block_t": 1, "block": 64}),
+    (dataclasses.replace(BASE, num_pes=3, top_k=5, routing="out_of_range", tokens="zero"), {"block_t": 2, "block": 8}),
+    (dataclasses.replace(BASE, num_pes=4, top_k=8, routing="padded", hidden=300, tokens="full"), {"block_t": 4}),
+    (dataclasses.replace(BASE, num_pes=1, top_k=1, hidden=7, weights=False, scales=(0, 0)), {"num_warps": 8}),
+    (dataclasses.replace(BASE, num_pes=5, top_k=6, routing="duplicates", hidden=6), {"num_programs": 1}),
+    (dataclasses.replace(BASE, top_k=64, experts_per_pe=40, tokens="full"), {"num_warps": 4}),
+    (dataclasses.replace(BASE, num_pes=3, routing="nowhere"), {}),
+)
+
+
+def run(case: Case, shape: dict[str, int], capacity: int, **options: object) -> None:
+    world = local_world(case.num_pes, heap_size="2M", **options)  # type: ignore[arg-type]
+    check_ll(case, capacity, world.run(ll_rounds, case, capacity, launch, shape))
+
+
+@pytest.mark.parametrize("arch", ["gfx1201", "gfx942"])
+@pytest.mark.parametrize(("case", "shape"), CASES, ids=str)
+def test_every_row_in_a_slot_of_its_own(case: Case, shape: dict[str, int], arch: str) -> None:
+    run(case, shape, case.num_pes * case.max_tokens, arch=arch)
+
+
+@pytest.mark.parametrize("top_k", [2, 3, 4, 5, 6, 7, 9, 10, 12, 64, 128])
+def test_b8_every_top_k(top_k: int) -> None:
+    case = dataclasses.replace(BASE, top_k=top_k, experts_per_pe=48, tokens="full", max_tokens=9, rounds=1)
+    run(case, {"block_t": 4}, case.num_pes * case.max_tokens)
+
+
+def test_rows_that_do_not_fit_are_left_out() -> None:
+    case = dataclasses.replace(BASE, num_pes=3, tokens="full", max_tokens=8, top_k=4)
+    run(case, {}, 6)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_weak_memory(seed: int) -> None:
+    case = dataclasses.replace(CASES[1 + seed % 2][0], rounds=2)
+    arch = ("gfx1201", "gfx942")[seed // 2 % 2]
+    run(case, {"block_t": 2}, case.num_pes * case.max_tokens, arch=arch, seed=seed, weak_memory=True)
