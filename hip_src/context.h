@@ -8,7 +8,7 @@ namespace mori {
 
 constexpr u32 kAbiVersion = 1;
 constexpr u32 kBarrierWords = 64;     // u64 words of `sync`; word r counts arrivals of round r, the last one is this PE's epoch
-constexpr u32 kErrorCapacity = 15;    // records of an ErrorLog
+constexpr u32 kErrorCapacity = 16;    // records of an ErrorLog, a power of two
 constexpr u32 kContextBytes = 128;    // what the host allocates for a Context
 
 // One per PE, in that PE's device memory. The host writes it before any kernel that takes it starts.
@@ -29,6 +29,7 @@ struct Context {
 enum ErrorKind : u32 {
   kWaitTimeout = 1,  // expected and seen are values of the word at `address`
   kRefused = 2,      // PE, address or alignment that cannot be served; expected: bytes asked for, seen: 0. Nothing was accessed
+  kOverflow = 3,     // written through report(): more rows came than there is room for; expected: room, seen: rows that came
 };
 
 struct ErrorRecord {
@@ -40,12 +41,15 @@ struct ErrorRecord {
   u64 expected;
   u64 seen;
   u32 compare;  // Compare
-  u32 pad[5];
+  u32 sequence; // stored last: slot + 1, low bits. Until then the record is not whole
+  u32 pad[4];
 };
 
+// A ring that the host reads while kernels run: kernels alone write `count` and records, the host alone `limit`. It may be host
+// memory: the atomic is one among this device's threads, which is all that is asked.
 struct ErrorLog {
-  u64 count;     // records wanted, may exceed the capacity
-  u64 capacity;  // records stored
+  u64 count;  // slots given out so far
+  u64 limit;  // slots from here on are not stored: what the host has taken + kErrorCapacity
   ErrorRecord records[kErrorCapacity];
 };
 
@@ -96,9 +100,10 @@ MORI_FIELD(ErrorRecord, address, 16);
 MORI_FIELD(ErrorRecord, expected, 24);
 MORI_FIELD(ErrorRecord, seen, 32);
 MORI_FIELD(ErrorRecord, compare, 40);
+MORI_FIELD(ErrorRecord, sequence, 44);
 static_assert(sizeof(ErrorRecord) == 64, "ErrorRecord");
 MORI_FIELD(ErrorLog, count, 0);
-MORI_FIELD(ErrorLog, capacity, 8);
+MORI_FIELD(ErrorLog, limit, 8);
 MORI_FIELD(ErrorLog, records, 16);
 static_assert(sizeof(ErrorLog) == 16 + 64 * kErrorCapacity, "ErrorLog");
 #undef MORI_FIELD
@@ -111,13 +116,14 @@ MORI_INLINE Ctx context_at(u64 address) { return reinterpret_cast<Ctx>(address);
 // what release_*() want: the context is read by every operation
 MORI_INLINE u64 warm(Ctx ctx) { return reinterpret_cast<u64>(ctx); }
 
-// Append a record; dropped, but counted, when the log is full.
+// Append a record; dropped, but counted, when the host has not taken the earlier ones.
 MORI_BODY void report_by_one(Ctx ctx, u32 kind, i32 peer, i32 tag, u64 address, u64 expected, u64 seen, u32 compare) {
   u64 log = ctx->errors;
   if (log == 0) return;
   u64 slot = add_system<u64>(log + __builtin_offsetof(ErrorLog, count), 1);
-  if (slot >= load_system<u64>(log + __builtin_offsetof(ErrorLog, capacity))) return;
-  Global<ErrorRecord> record = global<ErrorRecord>(log + __builtin_offsetof(ErrorLog, records)) + slot;
+  if (slot >= load_system<u64>(log + __builtin_offsetof(ErrorLog, limit))) return;
+  u64 place = log + __builtin_offsetof(ErrorLog, records) + slot % kErrorCapacity * sizeof(ErrorRecord);
+  Global<ErrorRecord> record = global<ErrorRecord>(place);
   record->kind = kind;
   record->pe = ctx->pe;
   record->peer = peer;
@@ -127,6 +133,12 @@ MORI_BODY void report_by_one(Ctx ctx, u32 kind, i32 peer, i32 tag, u64 address, 
   record->seen = seen;
   record->compare = compare;
   release_to_system(warm(ctx));
+  store_system<u32>(place + __builtin_offsetof(ErrorRecord, sequence), (u32)slot + 1);
+}
+
+// One record of the program, whatever its threads are.
+MORI_BODY void report(Ctx ctx, u32 kind, i32 peer, i32 tag, u64 address, u64 expected, u64 seen) {
+  if (is_elected()) report_by_one(ctx, kind, peer, tag, address, expected, seen, 0);
 }
 
 }  // namespace mori

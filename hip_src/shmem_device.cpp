@@ -39,9 +39,10 @@ extern "C" __attribute__((visibility("protected"))) const MORI_CONSTANT u32 mori
     __builtin_offsetof(ErrorRecord, expected),
     __builtin_offsetof(ErrorRecord, seen),
     __builtin_offsetof(ErrorRecord, compare),
+    __builtin_offsetof(ErrorRecord, sequence),
     sizeof(ErrorLog),
     __builtin_offsetof(ErrorLog, count),
-    __builtin_offsetof(ErrorLog, capacity),
+    __builtin_offsetof(ErrorLog, limit),
     __builtin_offsetof(ErrorLog, records),
     kErrorCapacity,
     kContextBytes,
@@ -93,6 +94,11 @@ MORI_EXPORT i64 CTX(wait_all_ge)(u64 ctx, u64 address, i32 num, i64 value, i32 t
 }
 MORI_EXPORT i32 CTX(arrive_last)(u64 ctx, u64 counter, i32 count) {
   return arrive_last(context_at(ctx), counter, count);
+}
+
+MORI_EXPORT i32 CTX(report)(u64 ctx, i32 kind, i32 peer, i32 tag, u64 address, u64 expected, u64 seen) {
+  report(context_at(ctx), (u32)kind, peer, tag, address, expected, seen);
+  return 0;
 }
 
 #define CTX_COPY(name, scope)                                                                               \

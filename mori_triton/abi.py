@@ -50,11 +50,12 @@ ERROR_RECORD_FIELDS = {
     "expected": Field(24, "u64"),
     "seen": Field(32, "u64"),
     "compare": Field(40, "u32"),
+    "sequence": Field(44, "u32"),
 }
 ERROR_RECORD_SIZE = 64
-ERROR_CAPACITY = 15
-# count may exceed the capacity; the records beyond it were dropped
-ERROR_LOG_FIELDS = {"count": Field(0, "u64"), "capacity": Field(8, "u64"), "records": Field(16, "u64")}
+ERROR_CAPACITY = 16
+# a ring: kernels write `count` and the records, the host writes `limit`; see hip_src/context.h
+ERROR_LOG_FIELDS = {"count": Field(0, "u64"), "limit": Field(8, "u64"), "records": Field(16, "u64")}
 ERROR_LOG_SIZE = 16 + ERROR_CAPACITY * ERROR_RECORD_SIZE
 
 BARRIER_WORDS = 64  # u64 words of Context.sync
@@ -77,6 +78,7 @@ LAYOUT: tuple[tuple[str, int], ...] = (
 
 ERROR_WAIT_TIMEOUT = 1
 ERROR_REFUSED = 2  # a PE, address, alignment or operation that cannot be served; nothing was accessed
+ERROR_OVERFLOW = 3  # more rows came (`seen`) than there is room for (`expected`)
 
 COMPARE_EQ, COMPARE_NE, COMPARE_GT, COMPARE_GE, COMPARE_LT, COMPARE_LE = range(1, 7)
 COMPARE_SIGNS = {1: "==", 2: "!=", 3: ">", 4: ">=", 5: "<", 6: "<="}
@@ -135,6 +137,7 @@ def _ctx_functions() -> dict[str, Function]:
         add(f"wait_{compare}", "uint64 int64 int32 int32", "int64")
     add("wait_all_ge", "uint64 int32 int64 int32", "int64")
     add("arrive_last", "uint64 int32")
+    add("report", "int32 int32 int32 uint64 uint64 uint64")
     for scope in _SCOPES:
         for name in ("put", "put_nbi", "get"):
             add(f"{name}_{scope}", "uint64 uint64 uint64 int32")

@@ -18,6 +18,7 @@ from mori_triton.device import externs
 
 SIGNAL_SET = tl.constexpr(abi.SIGNAL_SET)
 SIGNAL_ADD = tl.constexpr(abi.SIGNAL_ADD)
+ERROR_OVERFLOW = tl.constexpr(abi.ERROR_OVERFLOW)
 
 _FETCH: tl.constexpr = tl.constexpr(abi.ATOMIC_FETCH)
 _ADD: tl.constexpr = tl.constexpr(abi.ATOMIC_ADD)
@@ -286,6 +287,19 @@ def atomic_swap(ctx, ptr, value, pe):
 def atomic_compare_swap(ctx, ptr, compare, value, pe):
     """Write `value` if the word == `compare`; the old value."""
     return _atomic_fetch(ctx, ptr, value, compare, _COMPARE_SWAP, pe)
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+@triton.jit
+def report(ctx, kind, peer, tag, address, expected, seen):
+    """Append one record of the program to this PE's error log, which the host raises as an exception. 0.
+
+    `kind` is `ERROR_OVERFLOW` (`expected`: rows there is room for, `seen`: rows that came), `peer` a PE or -1, `tag` as
+    `register_wait_site` gave it, `address` (or a pointer) what it is about.
+    """
+    return externs.ctx_report(ctx, kind, peer, tag, address, expected, seen)
 
 
 # ---------------------------------------------------------------------------------------------------------------- order

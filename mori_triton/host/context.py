@@ -8,9 +8,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mori_triton import abi
-from mori_triton.errors import KernelFault, MoriError, PeerTimeout
+from mori_triton.errors import KernelFault, MoriError, PeerTimeout, ReceiveOverflow
 from mori_triton.wait_sites import wait_site_name
 
 # `expected` of a refused atomic or signal whose operation code does not exist
@@ -47,15 +48,15 @@ def pack_context(
 
 
 def empty_error_log() -> bytes:
-    """An error log that holds nothing, `abi.ERROR_LOG_SIZE` long."""
+    """An error log that holds nothing and of which nothing was taken, `abi.ERROR_LOG_SIZE` long."""
     buffer = bytearray(abi.ERROR_LOG_SIZE)
-    _put(buffer, 0, abi.ERROR_LOG_FIELDS["capacity"], abi.ERROR_CAPACITY)
+    _put(buffer, 0, abi.ERROR_LOG_FIELDS["limit"], abi.ERROR_CAPACITY)
     return bytes(buffer)
 
 
 @dataclass(frozen=True)
 class ErrorRecord:
-    """What a kernel wrote before it ended early; the fields of `abi.ERROR_RECORD_FIELDS`. `where` names `address`."""
+    """What a kernel recorded; the fields of `abi.ERROR_RECORD_FIELDS`. `where` names `address`."""
 
     kind: int
     pe: int
@@ -69,8 +70,13 @@ class ErrorRecord:
 
     @property
     def timed_out(self) -> bool:
-        """Whether a wait reached its limit; otherwise the operation was refused and nothing was accessed."""
+        """Whether a wait reached its limit."""
         return self.kind == abi.ERROR_WAIT_TIMEOUT
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether more rows came than there is room for."""
+        return self.kind == abi.ERROR_OVERFLOW
 
     def __str__(self) -> str:
         site = f"{wait_site_name(self.tag)} on PE {self.pe}"
@@ -78,6 +84,11 @@ class ErrorRecord:
             peer = f" waiting for PE {self.peer}" if self.peer >= 0 else " waiting"
             sign = abi.COMPARE_SIGNS.get(self.compare, "?")
             return f"{site}{peer}: {self.where}, expected {sign} {self.expected}, saw {self.seen}"
+        if self.overflowed:
+            return (
+                f"{wait_site_name(self.tag)}: PE {self.pe} was sent {self.seen} rows, {self.seen - self.expected} more "
+                f"than its receive buffers hold (R = {self.expected}); they were dropped"
+            )
         if self.kind == abi.ERROR_REFUSED:
             what = "an unknown operation" if self.expected == _UNKNOWN_OPERATION else f"{self.expected} bytes"
             why = (
@@ -89,22 +100,56 @@ class ErrorRecord:
         return f"{site}: error of unknown kind {self.kind} at {self.where}"
 
 
-def unpack_error_log(log: bytes, describe: Callable[[int], str]) -> tuple[list[ErrorRecord], int]:
-    """The records of a log, and how many errors there were in all, which may be more. `describe` names an address."""
+class Taken(NamedTuple):
+    """What `take_records` found: the records by age, the log's count, whether every record was whole."""
+
+    records: list[ErrorRecord]
+    count: int
+    complete: bool
+
+
+def take_records(log: bytes, taken: int, describe: Callable[[int], str]) -> Taken:
+    """The records of a log after the first `taken` errors. Kernels may be writing to it.
+
+    There may have been more errors than records, `count - taken` in all: what found the ring full was dropped. A record
+    that is not whole yet is left out, and `complete` False: look again. Once done, the host writes the log's `limit`:
+    `count + abi.ERROR_CAPACITY`.
+
+    Args:
+        log: a copy of the log, `abi.ERROR_LOG_SIZE` bytes.
+        taken: the log's count when it was taken last.
+        describe: names an address.
+    """
     count = _get(log, 0, abi.ERROR_LOG_FIELDS["count"])
     records = []
-    for i in range(min(count, abi.ERROR_CAPACITY)):
-        at = abi.ERROR_LOG_FIELDS["records"].offset + i * abi.ERROR_RECORD_SIZE
+    slots = range(taken, min(count, taken + abi.ERROR_CAPACITY))
+    for slot in slots:
+        at = abi.ERROR_LOG_FIELDS["records"].offset + slot % abi.ERROR_CAPACITY * abi.ERROR_RECORD_SIZE
         fields = {name: _get(log, at, field) for name, field in abi.ERROR_RECORD_FIELDS.items()}
-        records.append(ErrorRecord(**fields, where=describe(fields["address"])))
+        # stored last, so the rest is there too
+        if fields.pop("sequence") == (slot + 1) % 2**32:
+            records.append(ErrorRecord(**fields, where=describe(fields["address"])))
+    return Taken(records, count, len(records) == len(slots))
+
+
+def unpack_error_log(log: bytes, describe: Callable[[int], str]) -> tuple[list[ErrorRecord], int]:
+    """The records of a log that nothing was taken of, and how many errors there were in all, which may be more."""
+    records, count, _ = take_records(log, 0, describe)
     return records, count
 
 
 def error_of(records: list[ErrorRecord], num_errors: int) -> MoriError:
-    """The exception for what a log held: `KernelFault` if an operation was refused, else `PeerTimeout`."""
+    """The exception for what a log held, with a line for each record.
+
+    Records may be of several kinds; the gravest names the exception: `KernelFault` if an operation was refused (code or
+    arguments are wrong), else `PeerTimeout` if a wait reached its limit (a round did not take place), else
+    `ReceiveOverflow` (a round took place, rows are missing). `KernelFault` too when no record is left to say.
+    """
     lines = [str(record) for record in records]
     if num_errors > len(records):
         lines.append(f"and {num_errors - len(records)} more")
-    if all(record.timed_out for record in records):
+    if not all(record.timed_out or record.overflowed for record in records) or not records:
+        return KernelFault("\n  ".join(["a kernel asked for what cannot be served:", *lines]))
+    if any(record.timed_out for record in records):
         return PeerTimeout("\n  ".join(["a wait in a kernel reached its limit:", *lines]))
-    return KernelFault("\n  ".join(["a kernel asked for what cannot be served:", *lines]))
+    return ReceiveOverflow("\n  ".join(["more rows came than there is room for:", *lines]))

@@ -130,6 +130,7 @@ def test_waits_compare_signed_and_return_what_they_saw(arch: str) -> None:
                         "expected": 5,
                         "seen": seen % 2**64,
                         "compare": COMPARES[name],
+                        "sequence": 1,
                     }
                     assert records[0] == want
 
