@@ -101,23 +101,23 @@ class ErrorRecord:
 
 
 class Taken(NamedTuple):
-    """What `take_records` found: the records by age, the log's count, whether every record was whole."""
+    """What `take_records` found: the records by age, the count of the log, whether every record was whole."""
 
     records: list[ErrorRecord]
-    count: int
+    total: int
     complete: bool
 
 
 def take_records(log: bytes, taken: int, describe: Callable[[int], str]) -> Taken:
     """The records of a log after the first `taken` errors. Kernels may be writing to it.
 
-    There may have been more errors than records, `count - taken` in all: what found the ring full was dropped. A record
+    There may have been more errors than records, `total - taken` in all: what found the ring full was dropped. A record
     that is not whole yet is left out, and `complete` False: look again. Once done, the host writes the log's `limit`:
-    `count + abi.ERROR_CAPACITY`.
+    `total + abi.ERROR_CAPACITY`.
 
     Args:
         log: a copy of the log, `abi.ERROR_LOG_SIZE` bytes.
-        taken: the log's count when it was taken last.
+        taken: `total` when it was taken last.
         describe: names an address.
     """
     count = _get(log, 0, abi.ERROR_LOG_FIELDS["count"])

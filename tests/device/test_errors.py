@@ -42,7 +42,7 @@ def take(pes: Pes, pe: int, taken: int, *, make_room: bool = True) -> Taken:
     """As the host does: read, and say how far."""
     found = take_records(bytes(pes.logs[pe].numpy()), taken, hex)
     if make_room:
-        limit = struct.pack("<Q", found.count + abi.ERROR_CAPACITY)
+        limit = struct.pack("<Q", found.total + abi.ERROR_CAPACITY)
         pes.logs[pe][LIMIT_AT : LIMIT_AT + 8] = torch.frombuffer(bytearray(limit), dtype=torch.uint8)
     return found
 
@@ -78,18 +78,18 @@ def test_the_log_is_a_ring_from_which_the_host_takes() -> None:
             report(pes, ctx, programs, tag)
             found = take(pes, 0, taken)
             assert found.complete
-            assert found.count == taken + programs
-            taken, tag = found.count, tag + programs
+            assert found.total == taken + programs
+            taken, tag = found.total, tag + programs
             seen += sorted(record.tag for record in found.records)
         assert seen == list(range(tag))
         # more than fit: the oldest are kept, all are counted, and later there is room again
         report(pes, ctx, size, 1000)
         report(pes, ctx, 7, 2000)
         found = take(pes, 0, taken)
-        assert found.count == taken + size + 7
+        assert found.total == taken + size + 7
         assert sorted(record.tag for record in found.records) == list(range(1000, 1000 + size))
         report(pes, ctx, 2, 3000)
-        assert sorted(record.tag for record in take(pes, 0, found.count).records) == [3000, 3001]
+        assert sorted(record.tag for record in take(pes, 0, found.total).records) == [3000, 3001]
 
 
 def test_a_log_that_nobody_takes_from_stays_in_its_memory() -> None:
@@ -99,7 +99,7 @@ def test_a_log_that_nobody_takes_from_stays_in_its_memory() -> None:
         before = bytes(pes.logs[0].numpy())[16:]
         report(pes, ctx, size, 500)
         assert bytes(pes.logs[0].numpy())[16:] == before
-        assert take(pes, 0, 0).count == 2 * size
+        assert take(pes, 0, 0).total == 2 * size
 
 
 def test_a_record_is_read_while_its_kernel_still_waits() -> None:
