@@ -52,6 +52,9 @@ _GPU_SMALL = EpLaunchConfig(
     stage_programs=512, stage_piece_bytes=4096, stage_warps=4,
 )  # fmt: skip
 _SMALL_BYTES = 8 << 20  # of a PE's tokens
+# a token a program, its whole row at a time: the time is that of latencies, which overlap between programs
+_GPU_LL = replace(_GPU, piece_bytes=16384, route_tokens=1)
+_EMULATED_LL = replace(_EMULATED, route_tokens=2)
 
 
 def launch_config(
@@ -64,6 +67,7 @@ def launch_config(
     top_k: int = 1,
     zero_copy: bool = False,
     quant_type: str = "none",
+    kernel_type: str = "IntraNode",
     tables: EpTuningTables | None = None,
     block_num: int = -1,
     warp_per_block: int = -1,
@@ -79,6 +83,7 @@ def launch_config(
         top_k: `num_experts_per_token`.
         zero_copy: combine: the input is the registered buffer. Not looked at for dispatch.
         quant_type: combine: the codec. Not looked at for dispatch.
+        kernel_type: name of the op's kernel type.
         tables: what `open_tables` returned for the op; None: built-in defaults.
         block_num: programs of every kernel that moves rows, or -1.
         warp_per_block: warps of every kernel's programs, 1, 2, 4, 8 or 16, or -1.
@@ -89,7 +94,8 @@ def launch_config(
     require(phase in PHASES, "phase", " or ".join(PHASES), phase)
     require(block_num == -1 or block_num >= 1, "block_num", "-1 or >= 1", block_num)
     require(warp_per_block in (-1, 1, 2, 4, 8, 16), "warp_per_block", "-1, 1, 2, 4, 8 or 16", warp_per_block)
-    shape = _built_in(device_type, num_tokens, row_bytes)
+    is_ll = kernel_type == "IntraNodeLL" and phase == "dispatch"
+    shape = _built_in(device_type, num_tokens * row_bytes, is_ll)
     if tables is not None:
         table = tables.dispatch if phase == "dispatch" else tables.combine
         is_combine = phase == "combine"
@@ -106,10 +112,12 @@ def launch_config(
     return shape
 
 
-def _built_in(device_type: str, num_tokens: int, row_bytes: int) -> EpLaunchConfig:
+def _built_in(device_type: str, num_bytes: int, is_ll: bool) -> EpLaunchConfig:
     if device_type == "cpu":
-        return _EMULATED
-    return _GPU_SMALL if num_tokens * row_bytes <= _SMALL_BYTES else _GPU
+        return _EMULATED_LL if is_ll else _EMULATED
+    if is_ll:
+        return _GPU_LL
+    return _GPU_SMALL if num_bytes <= _SMALL_BYTES else _GPU
 
 
 def _ruled(shape: EpLaunchConfig, rule: TuningRule) -> EpLaunchConfig:

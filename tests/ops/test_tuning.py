@@ -59,6 +59,13 @@ def test_a_small_batch_has_more_pieces_than_a_large_one():
     assert small.piece_bytes < large.piece_bytes
 
 
+def test_one_kernel_for_all_moves_whole_rows():
+    """IntraNodeLL's dispatch; its combine is IntraNode's."""
+    for phase, want in (("dispatch", 16384), ("combine", 4096)):
+        shape = launch_config("cuda", phase, 128, 14336, dtype=BF16, top_k=8, kernel_type="IntraNodeLL")
+        assert shape.piece_bytes == want
+
+
 def test_explicit_numbers_win_over_everything():
     ruled = EpTuningTables(table(rule(128, 77)), table(rule(128, 78, zero_copy=True, quant_type="none")))
     for phase, tables in itertools.product(("dispatch", "combine"), (None, ruled)):

@@ -1,0 +1,151 @@
+"""Which launch shapes are worth measuring: a coarse grid once, then steps from the best along one axis at a time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from mori_triton.ops.tuning import EpLaunchConfig
+
+# an axis's name and its values in order; the axes with the most to gain come first
+Axes = dict[str, tuple[int, ...]]
+
+_MOVING: Axes = {
+    "num_programs": (8, 16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096),
+    "piece_bytes": (1024, 2048, 4096, 8192, 16384),
+    "num_warps": (1, 2, 4, 8, 16),
+}
+_STAGING: Axes = {f"stage_{name.removeprefix('num_')}": values for name, values in _MOVING.items()}
+_ROUTING: Axes = {"route_tokens": (1, 2, 4, 8, 16, 32), "route_warps": (1, 2, 4)}
+# where a grid looks: the middle of each axis
+_COARSE: Axes = {
+    "num_programs": (256, 512, 1024, 2048),
+    "piece_bytes": (4096, 8192, 16384),
+    "num_warps": (4, 8),
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a rule is for: one phase of one op at one number of tokens."""
+
+    phase: str
+    dtype: str  # as tuning tables name it
+    num_tokens: int  # of each PE
+    hidden_dim: int
+    topk: int
+    row_bytes: int
+    kernel_type: str = "IntraNode"
+    zero_copy: bool | None = None  # of combine, as is quant_type
+    quant_type: str | None = None
+
+    @property
+    def is_ll(self) -> bool:
+        """Whether one kernel both routes and moves."""
+        return self.phase == "dispatch" and self.kernel_type == "IntraNodeLL"
+
+    @property
+    def group(self) -> tuple[str, str, bool, str]:
+        """Calls of one group differ in their number of tokens only."""
+        return self.phase, self.dtype, bool(self.zero_copy), self.quant_type or ""
+
+
+def axes_of(call: Call) -> Axes:
+    """The numbers that this call's kernels look at."""
+    if call.is_ll:
+        return {**_MOVING, "route_tokens": (1, 2, 4)}
+    if call.phase == "dispatch":
+        return {**_MOVING, **_ROUTING}
+    return _MOVING if call.zero_copy else {**_MOVING, **_STAGING}
+
+
+def effective(call: Call, shape: EpLaunchConfig) -> EpLaunchConfig:
+    """The smallest shape that launches the same programs: two shapes with one effective shape need one measurement."""
+    longest = 1 << (call.row_bytes - 1).bit_length()
+    shape = replace(
+        shape,
+        piece_bytes=min(shape.piece_bytes, longest),
+        stage_piece_bytes=min(shape.stage_piece_bytes, longest),
+        route_tokens=min(shape.route_tokens, 1 << max(0, call.num_tokens - 1).bit_length()),
+    )
+    if call.is_ll:
+        most = -(-call.num_tokens // shape.route_tokens)
+    else:
+        most = call.num_tokens * -(-call.row_bytes // shape.piece_bytes)
+    shape = replace(shape, num_programs=max(1, min(shape.num_programs, most)))
+    unused = {name: 1 for name in (*_MOVING, *_STAGING, *_ROUTING) if name not in axes_of(call)}
+    return replace(shape, **unused)
+
+
+def grid(call: Call, start: EpLaunchConfig) -> Iterator[EpLaunchConfig]:
+    """Every combination of the coarse values, the rest as in `start`."""
+    for values in itertools.product(*_COARSE.values()):
+        yield replace(start, **dict(zip(_COARSE, values, strict=True)))
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best shape of a search; `us` of it, and how many shapes were measured."""
+
+    shape: EpLaunchConfig
+    us: float
+    num_measured: int
+
+
+def search(
+    call: Call,
+    starts: Iterable[EpLaunchConfig],
+    measure: Callable[[EpLaunchConfig, float], float],
+    *,
+    margin: float,
+    enough_us: float = 0.0,
+    go_on: Callable[[], bool] = lambda: True,
+) -> Found:
+    """Measure `starts`, then walk from the best along each axis for as long as it gets better.
+
+    Args:
+        call: what the shapes are for.
+        starts: at least one shape; the first is measured whatever happens.
+        measure: (shape, best so far in µs, or infinity) to µs, or infinity for a shape that does not work. May give up
+            early, with any figure above the best, when a shape is hopeless.
+        margin: a shape is better when it is faster by more than this part.
+        enough_us: nothing can be gained below it; the search ends.
+        go_on: False: no time is left; the search ends.
+
+    Deterministic, but for what `measure` says.
+    """
+    known: dict[EpLaunchConfig, float] = {}
+    best_shape, best_us = None, float("inf")
+
+    def better(shape: EpLaunchConfig) -> bool:
+        nonlocal best_shape, best_us
+        key = effective(call, shape)
+        if key in known:
+            return False
+        if known and not (best_us > enough_us and go_on()):
+            return False
+        known[key] = measure(key, best_us)
+        if best_shape is None or known[key] < best_us * (1 - margin):
+            best_shape, best_us = key, known[key]
+            return True
+        return False
+
+    for shape in starts:
+        better(shape)
+    assert best_shape is not None, "no shape to start from"
+    improved = True
+    while improved:
+        improved = False
+        for name, values in axes_of(call).items():
+            for step in (1, -1):
+                while (neighbour := _neighbour(best_shape, name, values, step)) is not None and better(neighbour):
+                    improved = True
+    return Found(best_shape, best_us, len(known))
+
+
+def _neighbour(shape: EpLaunchConfig, name: str, values: tuple[int, ...], step: int) -> EpLaunchConfig | None:
+    """The shape with the next larger (step 1) or smaller (-1) value on an axis, None at its end."""
+    now = getattr(shape, name)
+    beyond = [v for v in values if (v > now if step > 0 else v < now)]
+    return replace(shape, **{name: beyond[0] if step > 0 else beyond[-1]}) if beyond else None
