@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 
 from mori_triton.errors import ArgumentError
 from mori_triton.ops.tune.journal import Journal
@@ -24,8 +25,8 @@ START = EpLaunchConfig(1024, 8192, 8, 16, 4, 1024, 8192, 8)
 
 
 def distance(call: Call, a: EpLaunchConfig, b: EpLaunchConfig) -> int:
-    """Steps along the axes from one shape to another."""
-    return sum(abs(v.index(getattr(a, n)) - v.index(getattr(b, n))) for n, v in axes_of(call).items())
+    """How far one shape is from another, along all axes together."""
+    return sum(abs(math.log2(getattr(a, n)) - math.log2(getattr(b, n))) for n in axes_of(call))
 
 
 @pytest.mark.parametrize("call", [DISPATCH, IN_PLACE, EXTERNAL, LL])
@@ -33,12 +34,10 @@ def distance(call: Call, a: EpLaunchConfig, b: EpLaunchConfig) -> int:
 @given(data=st.data())
 def test_a_valley_is_walked_down_to_its_bottom(call, data):
     """Where every step towards one shape is faster, the search ends there, and measures no shape twice."""
-    drawn = dataclasses.replace(START, **{n: data.draw(st.sampled_from(v)) for n, v in axes_of(call).items()})
-    bottom = effective(call, drawn)
-    assume(
-        bottom == effective(call, dataclasses.replace(drawn, num_programs=4096))
-        or bottom.num_programs == drawn.num_programs
-    )
+    # so many tokens that no number of programs is too large
+    call = dataclasses.replace(call, num_tokens=1 << 20)
+    bottom = dataclasses.replace(START, **{n: data.draw(st.sampled_from(v)) for n, v in axes_of(call).items()})
+    bottom = effective(call, bottom)
     seen = []
 
     def measure(shape, best):
