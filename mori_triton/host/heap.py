@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import time
 import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 DEFAULT_ALIGNMENT = 256
 SYNC_NAME = "barrier_all sync words"
+# between the count of an error and the last word of its record
+_RECORD_S = 0.01
 
 
 def _largest_power(num_bytes: int) -> int:
@@ -75,7 +78,8 @@ class SymmetricHeap:
         self._closed = False
         self._ctx: torch.Tensor | None = None
         self._base = self._context_address = self._error_log = 0
-        self._error_view: memoryview | None = None
+        self._error_view = self._error_count = memoryview(b"")
+        self._errors_taken = 0
         self._peer_bases: list[int] = [0] * self.n_pes
         mine = self._allocate(node, kind)
         try:
@@ -152,7 +156,7 @@ class SymmetricHeap:
         )
         self.driver.write(self._context_address, packed)
         self.driver.write(bases, struct.pack(f"<{self.n_pes}Q", *self._peer_bases))
-        self._clear_errors()
+        self._error_view[:] = context.empty_error_log()
         self.driver.synchronize()
 
     # allocation
@@ -335,26 +339,29 @@ class SymmetricHeap:
     # errors of kernels
 
     def errors_pending(self) -> bool:
-        """Whether a kernel of this PE has recorded an error so far. One look at memory: it waits for nothing."""
+        """Whether kernels of this PE have recorded an error that nobody has taken. One look at memory, no waiting."""
         self._check_open()
-        return self._error_count[0] != 0
+        return self._error_count[0] != self._errors_taken
 
     def take_errors(self) -> tuple[list[context.ErrorRecord], int]:
-        """What kernels of this PE have recorded, and how many errors there were; clears the log.
+        """What kernels of this PE have recorded since the last call, and how many errors there were.
 
-        If there is any, waits for the device first: a record is complete when its kernel has ended.
+        Does not wait for kernels, which may be recording more: a record is written a moment after it is counted.
         """
         if not self.errors_pending():
             return [], 0
-        self.driver.synchronize()
-        assert self._error_view is not None
-        records, count = context.unpack_error_log(bytes(self._error_view), self.describe)
-        self._clear_errors()
-        return records, count
-
-    def _clear_errors(self) -> None:
-        assert self._error_view is not None
-        self._error_view[:] = context.empty_error_log()
+        until = time.monotonic() + _RECORD_S
+        while True:
+            found = context.take_records(bytes(self._error_view), self._errors_taken, self.describe)
+            if found.complete or time.monotonic() > until:
+                break
+            time.sleep(0)
+        new = found.total - self._errors_taken
+        self._errors_taken = found.total
+        # makes room for more
+        limit = abi.ERROR_LOG_FIELDS["limit"].offset
+        self._error_view[limit : limit + 8] = struct.pack("<Q", found.total + abi.ERROR_CAPACITY)
+        return found.records, new
 
     def check_errors(self) -> None:
         """Raise what `context.error_of` makes of what this PE's kernels have recorded, if anything; clears it."""
@@ -375,8 +382,9 @@ class SymmetricHeap:
         return self._closed
 
     def _release(self) -> None:
-        self._ctx = self._error_view = None
-        self._error_count = memoryview(bytes(8)).cast("Q")
+        self._ctx = None
+        # views keep their memory
+        self._error_view = self._error_count = memoryview(b"")
         undo = [(self.driver.close_import, base) for pe, base in enumerate(self._peer_bases) if base and pe != self.pe]
         undo += [(self.driver.free, own) for own in (self._context_address, self._error_log, self._base) if own]
         self._peer_bases = [0] * self.n_pes

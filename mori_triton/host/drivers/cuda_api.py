@@ -20,8 +20,6 @@ from mori_triton.host.drivers.library import Function
 
 LIBRARY_NAMES = ("libcuda.so.1", "libcuda.so")
 
-SUCCESS = 0
-ERROR_DEINITIALIZED = 4
 ERROR_PEER_ACCESS_ALREADY_ENABLED = 704
 
 MEMHOSTALLOC_PORTABLE, MEMHOSTALLOC_DEVICEMAP = 1, 2
@@ -34,7 +32,7 @@ MEM_ALLOCATION_TYPE_PINNED = 1
 MEM_LOCATION_TYPE_DEVICE = 1
 MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1
 MEM_ACCESS_FLAGS_PROT_READWRITE = 3
-MEM_ALLOC_GRANULARITY_MINIMUM = 0
+GRANULARITY_MINIMUM = 0
 
 # handles are opaque pointers; device addresses and mapping handles are 64-bit numbers
 DevicePointer = c_ulonglong
