@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 # without a terminal rich folds tables to 80 columns
 _WIDTH_WITHOUT_TERMINAL = 160
 
@@ -161,7 +161,7 @@ def show(title: str, rows: Iterable[Mapping[str, Any]], columns: Sequence[Column
     table = Table(title=title, title_justify="left")
     for column in columns:
         is_text = any(isinstance(row.get(column.key), str) for row in rows)
-        table.add_column(column.title, justify="left" if is_text else "right")
+        table.add_column(column.title, justify="left" if is_text else "right", no_wrap=is_text)
     for row in rows:
         table.add_row(*(column.text(row) for column in columns))
     console().print(table)

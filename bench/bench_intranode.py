@@ -1,0 +1,106 @@
+"""Dispatch and combine of PEs on the GPUs of this machine, beside the time that memory allows.
+
+    python bench/bench_intranode.py --out docs/measurements/data     # PYTHONPATH=. where the package is not installed
+
+docs/benchmarks.md says what is timed and how. Every element is compared before anything is timed and afterwards.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from bench import clock, plot
+from bench.measure import Method, measure
+from bench.problem import DTYPES, Problem
+from bench.record import COLUMNS
+from bench.report import Results, console, environment, show
+from mori_triton.errors import require
+
+
+def numbers(text: str) -> list[int]:
+    """ "128,4096" as [128, 4096]."""
+    return [int(part) for part in text.split(",") if part.strip()]
+
+
+def run(results: Results, kind: str, problem: Problem, method: Method) -> list[dict[str, Any]]:
+    """Measure a problem and take it down."""
+    rows = [results.add(kind, **row) for row in measure(problem, method)]
+    if method.device != "cpu":
+        torch.cuda.empty_cache()
+    return rows
+
+
+def main(
+    device: Annotated[str, typer.Option(help="cuda, or cpu: the emulated device, to try the command itself")] = "cuda",
+    pes: Annotated[int, typer.Option(help="PEs, spread over the visible GPUs")] = 8,
+    tokens: Annotated[str, typer.Option(help="tokens per PE")] = "128,4096",
+    hidden: int = 7168,
+    topk: int = 8,
+    experts: int = 256,
+    dtype: Annotated[str, typer.Option(help="of dispatch: bf16, fp8 (e4m3 with scales); combine is bf16")] = "bf16,fp8",
+    kernel_type: Annotated[str, typer.Option(help="IntraNode, IntraNodeLL")] = "IntraNode,IntraNodeLL",
+    chain: Annotated[int, typer.Option(help="rounds in one graph")] = 5,
+    replays: Annotated[int, typer.Option(help="timed replays of each graph")] = 30,
+    seed: int = 0,
+    scaling: Annotated[str, typer.Option(help="tokens per PE of the scaling table, empty: none")] = (
+        "1024,2048,4096,8192,16384"
+    ),
+    worlds: Annotated[str, typer.Option(help="numbers of PEs of the world size table, empty: none")] = "2,4,8,16",
+    out: Annotated[Path | None, typer.Option(help="directory for a JSONL file and a plot")] = None,
+    commit: Annotated[str | None, typer.Option(help="of the sources, where they have no .git")] = None,
+) -> None:
+    """Measure dispatch and combine; print tables; write each measurement and a plot to `out`."""
+    for name in dtype.split(","):
+        require(name in DTYPES, "dtype", " or ".join(DTYPES), name)
+    where = torch.device(device)
+    results = Results("intranode", out, environment(commit, device))
+    resolution = clock.resolution_ns(where)
+    results.add("clock", resolution_ns=resolution)
+    method = Method(device, chain, replays)
+    say = console().print
+    say(f"{results.environment['gpu'] or 'emulated device'}; stamps in steps of {resolution:.0f} ns")
+
+    def problem(num_pes: int, num_tokens: int, dtype: str, kernel_type: str) -> Problem:
+        require(experts % num_pes == 0, "experts", f"a multiple of {num_pes} PEs", experts)
+        return Problem(num_pes, num_tokens, hidden, topk, experts, dtype, kernel_type, seed)
+
+    for num_tokens in numbers(tokens):
+        for kind in kernel_type.split(","):
+            for name in dtype.split(","):
+                rows = run(results, "round", problem(pes, num_tokens, name, kind), method)
+                title = f"{pes} PEs, {num_tokens} tokens each, hidden {hidden}, top-{topk} of {experts}, {name}, {kind}"
+                show(f"{title}; copy {rows[0]['copy_gbs']:.0f} GB/s", rows, COLUMNS["round"])
+    first_dtype, first_kind, brief = (
+        dtype.split(",")[0],
+        kernel_type.split(",")[0],
+        Method(device, chain, replays, False),
+    )
+    for num_tokens in numbers(scaling):
+        run(results, "scaling", problem(pes, num_tokens, first_dtype, first_kind), brief)
+    for num_pes in numbers(worlds):
+        for num_tokens in numbers(tokens):
+            run(results, "worlds", problem(num_pes, num_tokens, first_dtype, first_kind), brief)
+    for kind, title in (("scaling", "Tokens"), ("worlds", "PEs")):
+        rows = sorted(phases_of(results.of(kind)), key=lambda row: row["what"])
+        if rows:
+            show(f"{title}: {first_dtype}, {first_kind}, phases in a graph of {chain}", rows, COLUMNS[kind])
+    if results.path is not None:
+        say(f"wrote {results.path}")
+        drawn = plot.intranode(results.rows, results.path.with_suffix(".png"), results.environment)
+        say(f"wrote {drawn}" if drawn else "no plot: matplotlib is not installed (the extra `plot`)")
+
+
+def phases_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that time a phase within chained rounds, dispatch only beside zero copy, and the chained pairs."""
+    wanted = [row for row in rows if row["how"].startswith("phase in")]
+    wanted = [row for row in wanted if row["what"] != "dispatch" or row["pair"] == "dispatch + combine"]
+    whole = {f"graph of {row['chain']}, {by}" for row in rows for by in ("events", "host clock")}
+    return wanted + [row for row in rows if " + " in row["what"] and row["how"] in whole]
+
+
+if __name__ == "__main__":
+    typer.run(main)

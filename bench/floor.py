@@ -1,0 +1,101 @@
+"""The least time that memory allows: the bytes that must move, over the rate at which this GPU copies.
+
+A row that is sent is written once (dispatch) or read once (combine); a token is read once (dispatch) or written once
+(combine). Ids, weights and the source of a row (8 * k + 4 bytes) are not counted, nor are reads that a cache serves.
+On one GPU all of it goes through one memory. Rows are counted once per distinct destination PE.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+# several times the cache of any GPU (H200: 60 MB), so that a copy is of memory
+COPY_BYTES = 2 << 30
+MICROSECONDS = 1e6
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one round moves, all PEs together."""
+
+    num_tokens: int
+    num_rows: int  # (token, distinct destination PE) pairs
+    dispatch_row_bytes: int  # payload and scales
+    combine_row_bytes: int
+
+    @property
+    def dispatch_bytes(self) -> int:
+        """Tokens read, rows written."""
+        return (self.num_tokens + self.num_rows) * self.dispatch_row_bytes
+
+    @property
+    def combine_bytes(self) -> int:
+        """Zero copy: rows read, tokens written."""
+        return (self.num_rows + self.num_tokens) * self.combine_row_bytes
+
+    @property
+    def external_combine_bytes(self) -> int:
+        """Rows of the caller's own buffer read, written where peers read them, and read again; tokens written."""
+        return (3 * self.num_rows + self.num_tokens) * self.combine_row_bytes
+
+    def bytes_of(self, what: str) -> int:
+        """Of "dispatch", "combine", "external combine", or a sum: "dispatch + combine"."""
+        parts = {
+            "dispatch": self.dispatch_bytes,
+            "combine": self.combine_bytes,
+            "external combine": self.external_combine_bytes,
+        }
+        return sum(parts[part] for part in what.split(" + "))
+
+
+def floor_us(num_bytes: int, copy_gbs: float) -> float:
+    """Microseconds that `num_bytes` take at `copy_gbs` (10^9 bytes per second, read and written ones counted)."""
+    return num_bytes / (copy_gbs * 1e9) * MICROSECONDS
+
+
+def copy_rate_gbs(device: torch.device, num_bytes: int = COPY_BYTES, repeats: int = 20) -> float:
+    """10^9 bytes per second, read plus written, of a copy from device memory to device memory: median of `repeats`.
+
+    Random contents: a GPU may copy zeros faster. Timed by events; on the CPU by the host's clock.
+    """
+    source = torch.randint(-128, 128, (num_bytes,), dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(3 + repeats):
+        if device.type == "cpu":
+            start_s = time.perf_counter()
+            target.copy_(source)
+            times.append(time.perf_counter() - start_s)
+        else:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            target.copy_(source)
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+    assert torch.equal(source, target)
+    return 2 * num_bytes / float(torch.tensor(times[3:], dtype=torch.float64).median()) / 1e9
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Times of another library on the same work, measured elsewhere on the same kind of GPU."""
+
+    name: str
+    tokens: int  # per PE
+    what: str
+    us: float
+
+
+# DeepEP's intranode kernels, 8 ranks in one process on one H200, hidden 7168, top-8 of 256, bf16, 16 SMs a rank, the
+# best of its chunk sizes; "dispatch" with its notify. Not measured by this benchmark.
+PEERS = (
+    Peer("DeepEP", 128, "dispatch", 91.0),
+    Peer("DeepEP", 128, "combine", 109.0),
+    Peer("DeepEP", 4096, "dispatch", 2433.0),
+    Peer("DeepEP", 4096, "combine", 2064.0),
+)
+PEER_GPU = "NVIDIA H200"

@@ -1,0 +1,67 @@
+"""A run's picture: medians beside their floors, and time per byte by number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# the same color for the same thing in every panel
+_COLORS = {"dispatch": "tab:blue", "combine": "tab:green", "external combine": "tab:orange"}
+
+
+def intranode(rows: Sequence[Mapping[str, Any]], path: Path, environment: Mapping[str, Any]) -> Path | None:
+    """Draw the phases of `bench_intranode.py` to a new file; None where matplotlib is missing or nothing was timed.
+
+    Raises: FileExistsError: results are never overwritten.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    phases = [row for row in rows if str(row.get("how", "")).startswith("phase in")]
+    if not phases:
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    sizes = sorted({row["tokens"] for row in phases if row["kind"] == "round"})
+    scaling = [row for row in phases if row["kind"] == "scaling"]
+    figure, axes = pyplot.subplots(1, len(sizes) + bool(scaling), figsize=(5 * (len(sizes) + 1), 5), squeeze=False)
+    for axis, tokens in zip(axes[0], sizes, strict=False):
+        _bars(axis, [row for row in phases if row["kind"] == "round" and row["tokens"] == tokens], tokens)
+    if scaling:
+        axis = axes[0][-1]
+        for what, color in _COLORS.items():
+            line = sorted((row["tokens"], row["ps_per_byte"]) for row in scaling if row["what"] == what)
+            axis.plot(*zip(*line, strict=True), marker="o", color=color, label=what)
+        axis.axhline(1e3 / scaling[0]["copy_gbs"], color="black", linestyle=":", label="copy")
+        axis.set_xscale("log", base=2)
+        axis.set_ylim(bottom=0)
+        axis.set(xlabel="tokens per PE", ylabel="ps per byte moved", title="Scaling")
+        axis.legend()
+    versions = "torch {torch}, Triton {triton}, driver {driver}, commit {commit}".format_map(dict(environment))
+    figure.suptitle(f"{environment['gpu'] or 'emulated device'}; {versions}", fontsize=9)
+    figure.tight_layout()
+    with path.open("xb") as file:
+        figure.savefig(file, format="png", dpi=120)
+    pyplot.close(figure)
+    return path
+
+
+def _bars(axis: Any, rows: Sequence[Mapping[str, Any]], tokens: int) -> None:
+    """One group for each kernel type and dtype: the phase's median, its p90 as a whisker, its floor as a line."""
+    groups = sorted({(row["kernel_type"], row["dtype"]) for row in rows})
+    width = 1 / (len(_COLORS) + 1)
+    for number, (what, color) in enumerate(_COLORS.items()):
+        for place, group in enumerate(groups):
+            found = [row for row in rows if row["what"] == what and (row["kernel_type"], row["dtype"]) == group]
+            if found:
+                row, at = found[0], place + number * width
+                whisker = [[0.0], [max(0.0, row["p90_us"] - row["median_us"])]]
+                label = what if place == 0 else None
+                axis.bar(at, row["median_us"], 0.9 * width, yerr=whisker, color=color, label=label)
+                axis.hlines(row["floor_us"], at - width / 2, at + width / 2, color="black")
+    axis.set_xticks([place + width for place in range(len(groups))], [f"{kind}\n{dtype}" for kind, dtype in groups])
+    axis.set(ylabel="µs, all PEs; line: floor", title=f"{tokens} tokens per PE")
+    axis.legend()

@@ -1,0 +1,160 @@
+"""A small, exact run of every kernel for compute-sanitizer, under a minute with the tool:
+
+    python3 bench/sanitize.py                                   # fills Triton's cache; PYTHONPATH=. if not installed
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 python3 bench/sanitize.py
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --error-exitcode 9 python3 bench/sanitize.py
+
+A tool may run one kernel at a time, so no kernel may wait for one that starts later. One PE alone waits for itself
+only: there every call is made. Several PEs use the split calls: all send, the device finishes, and only then do they
+receive. `--concurrent` makes the calls that wait on several PEs too, for tools that let kernels run side by side.
+Without the caching allocator every tensor is an allocation of its own, so an access behind its end is seen.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import mori_triton as mori
+from bench import problem
+from bench.problem import Inputs, Problem
+from bench.report import console
+from mori_triton import ops
+from mori_triton.host import state as host_state
+
+# 2049 elements a row: pieces that are not full, and rows that are not aligned to 16 bytes
+BASE = Problem(1, 9, hidden=2056, top_k=3, experts=12, seed=5)
+VARIANTS: dict[str, Problem] = {
+    "bf16": BASE,
+    "bf16, odd rows": replace(BASE, hidden=2049),
+    "bf16, top-10": replace(BASE, top_k=10),
+    "fp8 with scales": replace(BASE, dtype="fp8"),
+    "IntraNodeLL": replace(BASE, kernel_type="IntraNodeLL"),
+    "IntraNodeLL, fp8": replace(BASE, kernel_type="IntraNodeLL", dtype="fp8"),
+    "deterministic": replace(BASE, fields=(("deterministic", True),)),
+    "fp8_direct_cast": replace(BASE, fields=(("quant_type", "fp8_direct_cast"),)),
+    "fp8_blockwise": replace(BASE, fields=(("quant_type", "fp8_blockwise"),)),
+    "fp4_blockwise": replace(BASE, fields=(("quant_type", "fp4_blockwise"),)),
+}
+# their dispatch exchanges counts, so even its sending half waits for every PE
+SENDS_WAIT = ("deterministic",)
+
+
+class Pe:
+    """One PE of a small world."""
+
+    def __init__(self, pe: int, this: Problem, shared: dict[int, Inputs], split: bool) -> None:
+        self.pe, self.problem, self.shared, self.split = pe, this, shared, split
+        self.op = ops.EpDispatchCombineOp(this.config(pe))
+        # PEs bring different numbers of tokens, one of them none
+        num_tokens = this.tokens - 4 * pe if pe < 2 else 0
+        self.mine = problem.inputs(this, pe, self.op.device, num_tokens)
+        self.exact = this.fields == () or "deterministic" in dict(this.fields)
+        shared[pe] = self.mine
+
+    def meet(self, what: str) -> None:
+        if self.op.device.type != "cpu":
+            torch.cuda.synchronize(self.op.device)
+        host_state.current().bootstrap.barrier(what)
+
+    def dispatch(self, **options: Any) -> tuple:
+        """`dispatch`, or its halves with everyone's first half done before anyone's second."""
+        if not self.split:
+            out = self.op.dispatch(*self.mine.args(), **options)
+        else:
+            out = self.op.dispatch_send(*self.mine.args())
+            self.meet("all sent")
+            self.op.dispatch_recv(**options)
+        self.meet("dispatched")
+        return out
+
+    def combine(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if not self.split:
+            out = self.op.combine(rows, weights, self.mine.indices)[0]
+        else:
+            out = self.op.combine_send(rows, weights, self.mine.indices)[0]
+            self.meet("all sent")
+            self.op.combine_recv()
+        self.meet("combined")
+        return out
+
+    def round(self, *, registered: bool, **options: Any) -> None:
+        """A round from poisoned buffers, every element compared; codecs that round are not compared."""
+        self.meet("before poison")
+        problem.poison(self.op)
+        self.meet("poisoned")
+        out = self.dispatch(**options)
+        everyone = [self.shared[pe] for pe in range(self.problem.num_pes)]
+        sources = self.op._buffers.view("recv_sources", torch.int32, self.op.max_num_tokens_to_recv())
+        problem.check_dispatch(self.problem, everyone, self.pe, sources, out, poisoned=True)
+        total, hidden = int(out[-1]), self.problem.hidden
+        if registered:
+            rows = self.op.get_registered_combine_input_buffer(torch.bfloat16, hidden)
+        else:
+            rows = torch.empty(total, hidden, dtype=torch.bfloat16, device=self.op.device)
+        problem.run_experts(self.pe, out[0], rows, total)
+        combined = self.combine(rows, out[1][:total].clone())
+        if self.exact:
+            problem.check_combine(self.problem, self.mine, combined)
+        else:
+            assert bool(combined[: len(self.mine.indices)].isfinite().all())
+
+    def run(self) -> None:
+        self.meet("inputs are there")
+        quantised = "quant_type" in dict(self.problem.fields)
+        self.round(registered=False, call_local_expert_count=True)
+        if not quantised:
+            self.round(registered=True)
+        if not self.split:
+            self.replay()
+        self.op.close()
+
+    def replay(self) -> None:
+        """A routing handle, two dispatches in a row, and a dispatch that takes the first one's routing again."""
+        first = self.op.dispatch(*self.mine.args(), return_routing=True)
+        self.op.dispatch(*self.mine.args())
+        out = self.op.dispatch(*self.mine.args(), routing=first[5])
+        total = int(out[4])
+        rows = problem.expert(self.pe, out[0][:total])
+        combined = self.op.combine(rows, None, self.mine.indices, routing=first[5])[0]
+        self.meet("combined")
+        if self.exact:
+            problem.check_combine(self.problem, self.mine, combined)
+
+
+def run_world(num_pes: int, this: Problem, device: str, split: bool) -> None:
+    """One variant on `num_pes` PEs; raises AssertionError on a wrong element."""
+    shared: dict[int, Inputs] = {}
+    this = replace(this, num_pes=num_pes)
+    # a tool makes kernels many times slower
+    world = mori.local_world(num_pes, device=device, heap_size=this.heap_bytes(), timeout_s=120.0)
+    world.run(lambda pe: Pe(pe, this, shared, split).run())
+
+
+def main(
+    device: Annotated[str, typer.Option(help="cuda, or cpu to try the command itself")] = "cuda",
+    pes: Annotated[str, typer.Option(help="world sizes")] = "1,2,3",
+    only: Annotated[str, typer.Option(help="a part of a variant's name, empty: all")] = "",
+    concurrent: Annotated[bool, typer.Option(help="several PEs make the calls that wait too")] = False,
+) -> None:
+    """Run every variant on every world size once; nothing is timed but the whole."""
+    for num_pes in map(int, pes.split(",")):
+        for name, this in VARIANTS.items():
+            if only not in name:
+                continue
+            modes = [True, False] if concurrent else [num_pes > 1]
+            for split in modes:
+                if split and name in SENDS_WAIT:
+                    continue
+                start = time.perf_counter()
+                run_world(num_pes, this, device, split)
+                how = "split calls" if split else "whole calls"
+                console().print(f"{num_pes} PEs, {name}, {how}: right ({time.perf_counter() - start:.1f} s)")
+
+
+if __name__ == "__main__":
+    typer.run(main)
