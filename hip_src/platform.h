@@ -83,9 +83,13 @@ MORI_INLINE void acquire_from_system() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE
 // ticks of 10 ns, the same on every device of a host
 MORI_INLINE u64 clock_ticks() { return __builtin_readsteadycounter(); }
 
-MORI_INLINE void pause_by_one(bool long_pause) {
-  if (long_pause)
-    __builtin_amdgcn_s_sleep(32);  // 64 clocks a unit: about a microsecond
+// Polls of a wait from one look at the clock to the next.
+constexpr u32 kPollsPerClock = 1;
+
+// Between two polls of a wait, `polls` of which were in vain: little at first, for what comes soon, then 64 clocks * 8.
+MORI_INLINE void pause_by_one(u32 polls) {
+  if (polls >= 64)
+    __builtin_amdgcn_s_sleep(8);
   else
     __builtin_amdgcn_s_sleep(1);
 }
@@ -162,8 +166,12 @@ MORI_INLINE u64 clock_ticks() {
   return now;
 }
 
-MORI_INLINE void pause_by_one(bool long_pause) {
-  asm volatile("nanosleep.u32 %0;" ::"r"(long_pause ? 1000u : 40u) : "memory");
+// A look takes about as long as a poll.
+constexpr u32 kPollsPerClock = 16;
+
+// A poll takes most of a microsecond, so a pause is only worth it, for others' sake, in a wait that lasts.
+MORI_INLINE void pause_by_one(u32 polls) {
+  if (polls >= 64) asm volatile("nanosleep.u32 100;" ::: "memory");
 }
 
 // The read that ends a wait: an acquire by itself.
@@ -263,13 +271,18 @@ MORI_INLINE T compare_swap_system(u64 address, T expected, T desired) {
 // the thread that acts for its program
 MORI_INLINE bool is_elected() { return thread_index() == 0; }
 
-// The elected thread's value, in every thread. The first barrier keeps a slow wave's read of the last value before this write.
+// The elected thread's value, in every thread, where the program has met since its last broadcast: a slow wave has read that one.
 template <class T>
-MORI_INLINE T broadcast(T value) {
-  program_barrier();
+MORI_INLINE T broadcast_after_barrier(T value) {
   if (is_elected()) broadcast_word[0] = (u64)value;
   program_barrier();
   return (T)broadcast_word[0];
+}
+
+template <class T>
+MORI_INLINE T broadcast(T value) {
+  program_barrier();
+  return broadcast_after_barrier(value);
 }
 
 }  // namespace mori

@@ -55,16 +55,18 @@ MORI_BODY i32 signal(Ctx ctx, u64 address, u64 value, bool add, i32 pe) {
 MORI_BODY i32 signal_set_all(Ctx ctx, u64 address, u64 value) {
   u32 n = ctx->n_pes, me = thread_index(), wave = wave_size();
   if (translate_or_report(ctx, address, 8, 8, ctx->pe) == 0) return -1;
+  // looked up before the release, after which the context is no longer in the first-level cache
+  u64 there = me < wave ? translate(ctx, address, 8, (i32)me) : 0;
   gather_stores(ctx);
   if (me < wave && me < n) {
     release_to_system(warm(ctx));
 #pragma clang loop unroll(disable)
-    for (u32 pe = me; pe < n; pe += wave) {
-      u64 there = translate(ctx, address, 8, (i32)pe);
+    for (u32 pe = me; pe < n; there = translate(ctx, address, 8, (i32)pe)) {
       if (there != 0)
         store_system<u64>(there, value);
       else
         report_by_one(ctx, kRefused, (i32)pe, 0, address, 8, 0, 0);
+      pe += wave;
     }
   }
   return 0;
@@ -109,9 +111,9 @@ MORI_BODY T poll_by_one(Ctx ctx, u64 address, Compare compare, T value, i32 peer
     u32 polls = 0;
 #pragma clang loop unroll(disable)
     do {
-      pause_by_one(polls >= 64);
+      pause_by_one(polls);
       polls += 1;
-      bool late = limit != 0 && clock_ticks() - start >= limit;
+      bool late = limit != 0 && polls % kPollsPerClock == 0 && clock_ticks() - start >= limit;
       // the word is read once more after the clock, so a time-out means that it did not come in time
       seen = poll_system<T>(address);
       if (late && !holds(seen, compare, value)) {
@@ -128,13 +130,15 @@ template <class T>
 MORI_BODY T wait(Ctx ctx, u64 address, Compare compare, T value, i32 peer, i32 tag) {
   T seen = 0;
   bool bad = address == 0 || address % sizeof(T) != 0 || ctx->n_pes == 0;
+  // the program meets before the wait, so that little is left to do after it
+  program_barrier();
   if (is_elected()) {
     if (bad)
       report_by_one(ctx, kRefused, peer, tag, address, sizeof(T), 0, compare);
     else
       seen = poll_by_one<T>(ctx, address, compare, value, peer, tag);
   }
-  seen = broadcast(seen);
+  seen = broadcast_after_barrier(seen);
   acquire_after_barrier();
   return seen;
 }
@@ -144,6 +148,8 @@ MORI_BODY T wait(Ctx ctx, u64 address, Compare compare, T value, i32 peer, i32 t
 MORI_BODY i64 wait_all_ge(Ctx ctx, u64 address, i32 num, i64 value, i32 tag) {
   i64 seen = value;
   bool bad = address == 0 || address % 8 != 0 || num < 0 || ctx->n_pes == 0;
+  // those that will miss a word write over this
+  broadcast(value);
   if (bad) {
     seen = 0;
     if (is_elected()) report_by_one(ctx, kRefused, -1, tag, address, 8 * (u64)(u32)num, 0, kGe);
@@ -157,10 +163,7 @@ MORI_BODY i64 wait_all_ge(Ctx ctx, u64 address, i32 num, i64 value, i32 tag) {
       }
     }
   }
-  program_barrier();
-  if (is_elected()) broadcast_word[0] = (u64)value;
-  program_barrier();
-  // those that miss a word may overwrite each other: any of the values says that something is missing
+  // they may overwrite each other: any of the values says that something is missing
   if (seen < value) broadcast_word[0] = (u64)seen;
   program_barrier();
   acquire_after_barrier();
@@ -177,7 +180,7 @@ MORI_BODY i32 arrive_last(Ctx ctx, u64 counter, i32 count) {
     // read again by the next launch only
     if (last) *global<u32>(counter) = 0;
   }
-  last = broadcast(last);
+  last = broadcast_after_barrier(last);
   acquire_after_barrier_device();
   return last;
 }
@@ -215,7 +218,7 @@ MORI_BODY i32 barrier_all(Ctx ctx) {
       }
     }
   }
-  status = broadcast(status);
+  status = broadcast_after_barrier(status);
   acquire_after_barrier();
   return status;
 }
