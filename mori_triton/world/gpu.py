@@ -164,7 +164,8 @@ class GpuRun(Run):
     def _refusing_collectives(self) -> Iterator[None]:
         """The PEs that would have to answer are waiting."""
         self._capturing.set()
-        self.group.refusal = f"{_GRAPH}: a step must not make collective calls on the host while it is captured"
+        why = f"{_GRAPH}: a step must not make collective calls on the host while it is captured"
+        self.group.refusal = threading.get_ident(), why
         try:
             yield
         finally:

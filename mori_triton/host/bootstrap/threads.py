@@ -50,8 +50,8 @@ class ThreadGroup:
         self._rounds: dict[int, _Round] = {}
         self._gone: set[int] = set()
         self._failure: BaseException | None = None
-        self.refusal: str | None = None
-        """Why no collective can begin now; those that have begun go on."""
+        self.refusal: tuple[int, str] | None = None
+        """A thread (its ident) that may begin no collective now, and why."""
 
     def bootstrap(self, pe: int) -> ThreadBootstrap:
         """The bootstrap of one PE; call once per PE."""
@@ -73,8 +73,8 @@ class ThreadGroup:
 
     def exchange(self, pe: int, sequence: int, what: str, data: bytes) -> list[bytes]:
         self._check_alive()
-        if self.refusal is not None:
-            raise StateError(f"{what} (collective {sequence}) of PE {pe}: {self.refusal}")
+        if self.refusal is not None and self.refusal[0] == threading.get_ident():
+            raise StateError(f"{what} (collective {sequence}) of PE {pe}: {self.refusal[1]}")
         with self._changed:
             call = self._rounds.setdefault(sequence, _Round())
             call.calls[pe], call.data[pe] = what, data

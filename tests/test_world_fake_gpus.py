@@ -1,0 +1,320 @@
+"""Worlds on GPUs, without one: streams and graphs are played by threads, kernels run on the emulated device."""
+
+import threading
+import time
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import mori_triton as mori
+from mori_triton import shmem
+from mori_triton.device import shmem as dev
+from mori_triton.device.launch import launch
+from mori_triton.errors import ArgumentError, PeerTimeout, StateError
+from mori_triton.host import state
+from mori_triton.world import gpu, gpus
+from tests.fake_gpus import FakeGpus
+
+pytestmark = pytest.mark.cpu
+
+
+@triton.jit(do_not_specialize=["value"])
+def tell_kernel(ctx, signal_ptr, value):
+    """Set the word of the PE to my right."""
+    dev.signal_set(ctx, signal_ptr, value, (dev.my_pe(ctx) + 1) % dev.n_pes(ctx))
+
+
+@triton.jit(do_not_specialize=["value"])
+def wait_kernel(ctx, signal_ptr, out_ptr, value):
+    """out = what the wait for the PE to my left saw."""
+    n = dev.n_pes(ctx)
+    tl.store(out_ptr, dev.wait_ge(ctx, signal_ptr, value, (dev.my_pe(ctx) + n - 1) % n, 0))
+
+
+@triton.jit
+def round_kernel(ctx, signal_ptr, epoch_ptr, x_ptr, out_ptr):
+    """One round of a ring whose number is in memory: my x becomes my right neighbour's out."""
+    me, n = dev.my_pe(ctx), dev.n_pes(ctx)
+    epoch = tl.load(epoch_ptr) + 1
+    tl.store(dev.remote_ptr(ctx, out_ptr, (me + 1) % n), tl.load(x_ptr))
+    dev.signal_set(ctx, signal_ptr, epoch, (me + 1) % n)
+    if dev.wait_ge(ctx, signal_ptr, epoch, (me + n - 1) % n) >= epoch:
+        tl.store(epoch_ptr, epoch)
+        tl.store(x_ptr, tl.load(out_ptr) + 1)
+    dev.barrier_all(ctx)
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch):
+    """Every world on "cuda" of a test is on fake GPUs; the list of them."""
+    made = []
+    monkeypatch.setattr(FakeGpus, "made", made, raising=False)
+    monkeypatch.setattr(FakeGpus, "count", 1)
+    monkeypatch.setattr(gpu, "Gpus", FakeGpus)
+    monkeypatch.setattr(gpus, "check_available", lambda device: None)
+    before = threading.active_count()
+    yield made
+    # every stream was given back, and its thread has ended
+    assert threading.active_count() <= before
+    assert all(one.given == len(one.streams) for one in made)
+
+
+def world(n, **settings):
+    return mori.local_world(n, device="cuda", heap_size="1M", **{"timeout_s": 20.0, **settings})
+
+
+def words(num=1):
+    tensor = shmem.mori_shmem_create_tensor((num,), torch.int64)
+    tensor.zero_()
+    shmem.shmem_barrier_all()
+    return tensor
+
+
+def test_each_pe_has_its_stream_on_its_gpu(fake, monkeypatch):
+    monkeypatch.setattr(FakeGpus, "count", 2)
+    driver_of = world(5).run(lambda pe: (state.current().driver.device_index, fake[0].current_stream()))
+    assert [index for index, _ in driver_of] == [0, 1, 0, 1, 0]
+    assert len({id(stream) for _, stream in driver_of}) == 5
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_waits_that_are_launched_before_what_they_wait_for(n):
+    def program(pe):
+        signal, out = words(), torch.full((1,), -1)
+        for step in range(1, 4):
+            # every wait is on its stream before anybody is told
+            launch(wait_kernel, (1,), shmem.context(), signal, out, step)
+            state.current().meet("everybody waits")
+            with mori.current_world()._run("test").gpus.stream(side_stream(pe)):
+                launch(tell_kernel, (1,), shmem.context(), signal, step)
+            shmem.shmem_barrier_all()
+            assert int(out) == step
+        return int(out)
+
+    def side_stream(pe):
+        # a second stream of this PE: on the first the wait goes on
+        run = mori.current_world()._run("test")
+        if not hasattr(run, "sides"):
+            run.sides = {}
+        if pe not in run.sides:
+            here = state.current()
+            stream = run.gpus.take_stream(0, here.driver)
+            stream.device.label = f"PE {pe}"
+            for region in here.heap.regions():
+                stream.device.allow(region.address, region.num_bytes, region.name)
+            here.on_close.append(lambda: (stream.synchronize(), run.gpus.give_stream(0, stream)))
+            run.sides[pe] = stream
+        return run.sides[pe]
+
+    assert world(n).run(program) == [3] * n
+
+
+def test_meet_is_a_rendezvous():
+    come = []
+
+    def program(pe):
+        time.sleep(0.05 * pe)
+        come.append(pe)
+        state.current().meet("here")
+        return len(come)
+
+    assert world(3).run(program) == [3] * 3
+    # elsewhere it is nothing
+    assert mori.local_world(2).run(lambda pe: state.current().meet("here") if pe else None) == [None] * 2
+
+
+def test_a_meeting_that_a_peer_misses():
+    def program(pe):
+        if pe:
+            state.current().meet("dispatch")
+        else:
+            shmem.shmem_malloc(8)
+
+    with pytest.raises(StateError, match=r"different collective calls \(PE 0: symmetric malloc; PE 1: dispatch\)"):
+        world(2).run(program)
+
+    def leaves(pe):
+        if pe:
+            state.current().meet("dispatch")
+
+    with pytest.raises(StateError, match=r"PE 0: shmem finalize; PE 1: dispatch"):
+        world(2).run(leaves)
+
+
+def test_a_pe_that_raises_ends_the_others():
+    def program(pe):
+        signal, out = words(), torch.full((1,), -1)
+        if pe == 1:
+            raise KeyError("mine")
+        launch(wait_kernel, (1,), shmem.context(), signal, out, 5)
+        state.current().meet("never")
+
+    start = time.monotonic()
+    with pytest.raises(KeyError, match="mine") as caught:
+        world(3, timeout_s=1.0).run(program)
+    # the others' kernels end by their own limit, and what they poll is there until then
+    assert 1.0 < time.monotonic() - start < 8
+    # that they did is no news
+    assert "; ".join(getattr(caught.value, "__notes__", [str(caught.value.__cause__)])) == "raised by PE 1 of 3"
+
+
+def test_a_peer_that_never_signals():
+    def program(pe):
+        signal, out = words(), torch.full((1,), -1)
+        if pe == 0:
+            launch(wait_kernel, (1,), shmem.context(), signal, out, 7)
+        shmem.shmem_barrier_all()
+
+    with pytest.raises(PeerTimeout, match=r"on PE 0 waiting for PE 1: allocation 0 of PE 0, expected >= 7, saw 0"):
+        world(2, timeout_s=0.5).run(program)
+
+
+def test_a_wait_whose_end_the_program_does_not_await():
+    def program(pe):
+        signal, out = words(), torch.full((1,), -1)
+        if pe == 1:
+            launch(wait_kernel, (1,), shmem.context(), signal, out, 7)
+
+    with pytest.raises(PeerTimeout, match=r"on PE 1 waiting for PE 0"):
+        world(2, timeout_s=0.5).run(program)
+
+
+def test_a_world_can_run_again_after_a_failure(fake):
+    one = world(2)
+    with pytest.raises(ZeroDivisionError):
+        one.run(lambda pe: 1 // (1 - pe))
+    assert one.run(lambda pe: shmem.shmem_mype()) == [0, 1]
+    assert len(fake) == 2
+
+
+def test_finalize_and_init_again_inside():
+    def program(pe):
+        shmem.shmem_finalize()
+        shmem.shmem_init_attr(1, pe, 2, bytes(128))
+        state.current().meet("again")
+        return int(words()[0])
+
+    assert world(2).run(program) == [0, 0]
+
+
+# ----------------------------------------------------------------------------------------------- preload and graphs
+def test_preload_is_one_pe_after_the_other_on_idle_devices(fake):
+    order, at_once = [], threading.Lock()
+
+    def load():
+        assert at_once.acquire(blocking=False)
+        pe = shmem.shmem_mype()
+        order.append(pe)
+        time.sleep(0.02)
+        launch(tell_kernel, (1,), shmem.context(), signals[pe], 9)
+        at_once.release()
+        return 10 * pe
+
+    signals = {}
+
+    def program(pe):
+        signals[pe] = words()
+        result = mori.current_world().preload(load)
+        # what a turn launched is done when it ends
+        return result, int(signals[pe])
+
+    assert world(3).run(program) == [(0, 9), (10, 9), (20, 9)]
+    assert order == [0, 1, 2]
+    order.clear()
+
+
+def ring_of_rounds(pe, n, rounds, replays):
+    """x after some replays of a graph of some rounds, with another x before each replay, and what it should be."""
+    here = mori.current_world()
+    signal, epoch, x, out = words(), words(), words(), words()
+
+    def step():
+        for _ in range(rounds):
+            launch(round_kernel, (1,), shmem.context(), signal, epoch, x, out)
+        return x
+
+    here.preload(lambda: None)
+    x.fill_(100)
+    step()
+    shmem.shmem_barrier_all()
+    results = [int(x)]
+    graph = here.graph(step)
+    # capturing runs nothing
+    assert int(epoch) == rounds
+    for replay in range(replays):
+        x.fill_(1000 * replay + 10 * pe)
+        shmem.shmem_barrier_all()
+        assert graph.replay() is x
+        state.current().driver.synchronize()
+        results.append(int(x))
+        shmem.shmem_barrier_all()
+    assert int(epoch) == rounds * (1 + replays)
+    wanted = [100 + rounds] + [1000 * replay + 10 * ((pe - rounds) % n) + rounds for replay in range(replays)]
+    return results == wanted or (results, wanted)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_graph_of_chained_rounds(n, device):
+    run = world(n) if device == "cuda" else mori.local_world(n)
+    assert run.run(ring_of_rounds, n, 5, 2) == [True] * n
+
+
+def test_a_step_is_captured_as_its_pe():
+    def program(pe):
+        seen = []
+
+        def step():
+            seen.append((shmem.shmem_mype(), threading.current_thread().name))
+            # no rendezvous while one thread stands for all
+            state.current().meet("a step")
+            return pe
+
+        graph = mori.current_world().graph(step)
+        return seen, graph.replay(), graph.cuda_graph is not None
+
+    assert world(2).run(program) == [([(0, "PE 0")], 0, True), ([(1, "PE 0")], 1, True)]
+    assert mori.local_world(2).run(program) == [([(0, "PE 0")], 0, False), ([(1, "PE 1")], 1, False)]
+
+
+def test_a_step_that_fails_names_its_pe():
+    def program(pe):
+        def step():
+            if pe == 1:
+                raise KeyError("in my step")
+
+        mori.current_world().graph(step)
+
+    with pytest.raises(KeyError, match="in my step") as caught:
+        world(3).run(program)
+    assert "raised by PE 1 of 3" in str(getattr(caught.value, "__notes__", caught.value.__cause__))
+
+
+def test_a_step_must_not_make_collective_calls():
+    def program(pe):
+        mori.current_world().graph(shmem.shmem_barrier_all)
+
+    start = time.monotonic()
+    with pytest.raises(StateError, match=r"shmem_barrier_all .* of PE 0: world.graph: a step must not make collective"):
+        world(2).run(program)
+    assert time.monotonic() - start < 5
+
+
+def test_calls_in_the_wrong_place():
+    one, other = world(2), world(2)
+    for call in (one.graph, one.preload):
+        with pytest.raises(StateError, match="call it in the program"):
+            call(lambda: None)
+    with pytest.raises(StateError, match="current_world: this thread runs no program"):
+        mori.current_world()
+    with pytest.raises(ArgumentError, match="step: want a function without arguments, got int"):
+        one.graph(5)
+
+    def program(pe):
+        assert mori.current_world() is one
+        with pytest.raises(StateError, match="call it in the program"):
+            other.graph(lambda: None)
+
+    one.run(program)
