@@ -131,6 +131,8 @@ class _Asynchronous:
 class FakeDriver(CpuDriver):
     """The driver of a fake GPU: its synchronize waits for that GPU's streams."""
 
+    name = "fake"
+
     def __init__(self, gpus: FakeGpus, index: int) -> None:
         super().__init__()
         self.gpus, self.device_index = gpus, index

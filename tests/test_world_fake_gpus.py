@@ -5,45 +5,17 @@ import time
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 import mori_triton as mori
 from mori_triton import shmem
-from mori_triton.device import shmem as dev
 from mori_triton.device.launch import launch
 from mori_triton.errors import ArgumentError, PeerTimeout, StateError
 from mori_triton.host import state
 from mori_triton.world import gpu, gpus
 from tests.fake_gpus import FakeGpus
+from tests.world_programs import copy_kernel, put_right_kernel, ring_of_rounds, tell_kernel, wait_kernel, words
 
 pytestmark = pytest.mark.cpu
-
-
-@triton.jit(do_not_specialize=["value"])
-def tell_kernel(ctx, signal_ptr, value):
-    """Set the word of the PE to my right."""
-    dev.signal_set(ctx, signal_ptr, value, (dev.my_pe(ctx) + 1) % dev.n_pes(ctx))
-
-
-@triton.jit(do_not_specialize=["value"])
-def wait_kernel(ctx, signal_ptr, out_ptr, value):
-    """out = what the wait for the PE to my left saw."""
-    n = dev.n_pes(ctx)
-    tl.store(out_ptr, dev.wait_ge(ctx, signal_ptr, value, (dev.my_pe(ctx) + n - 1) % n, 0))
-
-
-@triton.jit
-def round_kernel(ctx, signal_ptr, epoch_ptr, x_ptr, out_ptr):
-    """One round of a ring whose number is in memory: my x becomes my right neighbour's out."""
-    me, n = dev.my_pe(ctx), dev.n_pes(ctx)
-    epoch = tl.load(epoch_ptr) + 1
-    tl.store(dev.remote_ptr(ctx, out_ptr, (me + 1) % n), tl.load(x_ptr))
-    dev.signal_set(ctx, signal_ptr, epoch, (me + 1) % n)
-    if dev.wait_ge(ctx, signal_ptr, epoch, (me + n - 1) % n) >= epoch:
-        tl.store(epoch_ptr, epoch)
-        tl.store(x_ptr, tl.load(out_ptr) + 1)
-    dev.barrier_all(ctx)
 
 
 @pytest.fixture(autouse=True)
@@ -63,13 +35,6 @@ def fake(monkeypatch):
 
 def world(n, **settings):
     return mori.local_world(n, device="cuda", heap_size="1M", **{"timeout_s": 20.0, **settings})
-
-
-def words(num=1):
-    tensor = shmem.mori_shmem_create_tensor((num,), torch.int64)
-    tensor.zero_()
-    shmem.shmem_barrier_all()
-    return tensor
 
 
 def test_each_pe_has_its_stream_on_its_gpu(fake, monkeypatch):
@@ -141,6 +106,37 @@ def test_a_meeting_that_a_peer_misses():
 
     with pytest.raises(StateError, match=r"PE 0: shmem finalize; PE 1: dispatch"):
         world(2).run(leaves)
+
+
+def test_a_barrier_on_the_stream():
+    def program(pe):
+        x, out = words(), torch.full((1,), -1)
+        for step in range(1, 4):
+            launch(put_right_kernel, (1,), shmem.context(), x, 10 * step + pe)
+            shmem.shmem_barrier_on_stream()
+            launch(copy_kernel, (1,), x, out)
+            shmem.shmem_barrier_on_stream()
+            state.current().driver.synchronize()
+            assert int(out) == 10 * step + (pe - 1) % shmem.shmem_npes()
+        with pytest.raises(ArgumentError, match="stream: want None, a torch stream or its handle, got str"):
+            shmem.shmem_barrier_on_stream("main")
+        return True
+
+    assert world(3).run(program) == [True] * 3
+    # on the CPU there are no streams
+    assert mori.local_world(2).run(lambda pe: shmem.shmem_barrier_on_stream()) == [None] * 2
+
+
+def test_a_barrier_on_the_stream_that_a_peer_misses():
+    def program(pe):
+        if pe == 0:
+            # meets nobody on the host
+            state.current().rendezvous = None
+            shmem.shmem_barrier_on_stream()
+        shmem.shmem_barrier_all()
+
+    with pytest.raises(PeerTimeout, match=r"barrier_all on PE 0 waiting for PE 1"):
+        world(2, timeout_s=0.5).run(program)
 
 
 def test_a_pe_that_raises_ends_the_others():
@@ -223,36 +219,6 @@ def test_preload_is_one_pe_after_the_other_on_idle_devices(fake):
     assert world(3).run(program) == [(0, 9), (10, 9), (20, 9)]
     assert order == [0, 1, 2]
     order.clear()
-
-
-def ring_of_rounds(pe, n, rounds, replays):
-    """x after some replays of a graph of some rounds, with another x before each replay, and what it should be."""
-    here = mori.current_world()
-    signal, epoch, x, out = words(), words(), words(), words()
-
-    def step():
-        for _ in range(rounds):
-            launch(round_kernel, (1,), shmem.context(), signal, epoch, x, out)
-        return x
-
-    here.preload(lambda: None)
-    x.fill_(100)
-    step()
-    shmem.shmem_barrier_all()
-    results = [int(x)]
-    graph = here.graph(step)
-    # capturing runs nothing
-    assert int(epoch) == rounds
-    for replay in range(replays):
-        x.fill_(1000 * replay + 10 * pe)
-        shmem.shmem_barrier_all()
-        assert graph.replay() is x
-        state.current().driver.synchronize()
-        results.append(int(x))
-        shmem.shmem_barrier_all()
-    assert int(epoch) == rounds * (1 + replays)
-    wanted = [100 + rounds] + [1000 * replay + 10 * ((pe - rounds) % n) + rounds for replay in range(replays)]
-    return results == wanted or (results, wanted)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -111,11 +111,20 @@ def shmem_barrier_all() -> None:
 
 
 def shmem_barrier_on_stream(stream: Any = None) -> None:
-    """What is enqueued on `stream` (None: the current one) after this starts when all PEs have come here. Collective.
+    """What is put on `stream` after this starts when what all PEs have put on theirs before it is done. Collective.
 
-    On the CPU launches are done when they return, so this is `shmem_barrier_all`.
+    `stream`: a torch stream or its handle; None: the current one. Asynchronous: a PE that does not come is found by the
+    kernel's limit, and raised by the next call that looks for errors, such as `shmem_barrier_all`. The barriers of a PE
+    come one after the other: use one stream, or order them by events. On the CPU launches are done when they return,
+    so this is `shmem_barrier_all`.
     """
-    shmem_barrier_all()
+    here = state.current()
+    if here.driver.name == "cpu":
+        shmem_barrier_all()
+        return
+    from mori_triton.shmem.stream_barrier import enqueue_barrier
+
+    enqueue_barrier(here, stream)
 
 
 def shmem_malloc(size: int) -> int:
