@@ -34,14 +34,14 @@ class Header:
         self.constants: dict[str, tuple[str, int]] = {}
         self.enums: set[str] = set()
         self._read_enums()
-        self._functions: dict[str, str] = {}
-        for match in re.finditer(
-            r"(?:CUresult CUDAAPI|hipError_t|const char\*) (\w+) ?\(([^()]*(?:\(0\)[^()]*)*)\);", self.text
-        ):
-            self._functions.setdefault(match.group(1), match.group(2).replace("__dparm(0)", ""))
+        # what it returns, its arguments
+        self._functions: dict[str, tuple[str, str]] = {}
+        pattern = r"(CUresult|hipError_t|const char\*) (?:CUDAAPI )?(\w+) ?\(((?:[^()]|\(0\))*)\);"
+        for result, name, arguments in re.findall(pattern, self.text):
+            self._functions.setdefault(name, (result, arguments.replace("__dparm(0)", "")))
 
     def _read_enums(self) -> None:
-        for tag, body, name in re.findall(r"enum (\w*) ?\{([^{}]*)\} ?(\w*) ?;", self.text):
+        for tag, body, name in re.findall(r"enum (?:__HIP_NODISCARD )?(\w*) ?\{([^{}]*)\} ?(\w*) ?;", self.text):
             self.enums |= {tag, name}
             before = ("-1", 0)
             for item in filter(None, map(str.strip, body.split(","))):
@@ -66,11 +66,21 @@ class Header:
         inner = re.fullmatch(r"__CUDA_API_PTS[ZD]\((\w+)\)", value)
         return inner.group(1) if inner else value
 
+    def declares(self, symbol: str) -> bool:
+        """Whether there is a function whose exported symbol this is."""
+        return any(self.exported(name) == symbol for name in self._functions)
+
+    def _function(self, symbol: str) -> tuple[str, str]:
+        return next(both for name, both in self._functions.items() if self.exported(name) == symbol)
+
     def arguments(self, symbol: str) -> tuple[Any, ...]:
         """Argument types of the function whose exported symbol this is."""
-        names = [name for name in self._functions if self.exported(name) == symbol]
-        listed = [arg.strip() for arg in self._functions[names[0]].split(",")]
+        listed = [arg.partition("=")[0].strip() for arg in self._function(symbol)[1].split(",")]
         return () if listed in ([""], ["void"]) else tuple(self.type_of(self._without_name(arg)) for arg in listed)
+
+    def returned(self, symbol: str) -> tuple[Any, ...]:
+        """What it returns."""
+        return self.type_of(self._function(symbol)[0])
 
     @staticmethod
     def _without_name(arg: str) -> str:

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 from mori_triton.errors import DriverError
 from mori_triton.host.drivers import cuda_api, dlpack
-from mori_triton.host.drivers.allocation import Allocation
 from mori_triton.host.drivers.base import MemoryKind
 from mori_triton.host.drivers.gpu import Gpu, GpuDriver
 from mori_triton.host.drivers.library import Library, load
@@ -100,9 +99,9 @@ class CudaDriver(GpuDriver):
     def _copy_on(self, stream: int, dst: int, src: int, num_bytes: int) -> None:
         self._gpu.call("memcpy", dst, src, num_bytes, stream, about=f"{num_bytes} bytes from {src:#x} to {dst:#x}")
 
-    def _reach(self, allocation: Allocation) -> None:
+    def _reach_device(self, index: int) -> None:
         assert isinstance(self._gpu, CudaGpu)
-        peer = CudaGpu(self._gpu.library, allocation.device_index)
+        peer = CudaGpu(self._gpu.library, index)
         can = self._gpu.output("can_access_peer", ctypes.c_int, self._gpu.device, peer.device)
         if not can:
             raise DriverError(

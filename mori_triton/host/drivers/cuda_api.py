@@ -37,6 +37,7 @@ GRANULARITY_MINIMUM = 0
 # handles are opaque pointers; device addresses and mapping handles are 64-bit numbers
 DevicePointer = c_ulonglong
 Handle = c_void_p
+MapHandle = c_ulonglong
 
 
 class IpcMemHandle(Structure):
@@ -103,15 +104,15 @@ FUNCTIONS = {
     "ipc_close": _row("cuIpcCloseMemHandle", DevicePointer),
     # mappings
     "map_granularity": _row("cuMemGetAllocationGranularity", POINTER(c_size_t), POINTER(MemAllocationProp), c_int),
-    "map_create": _row("cuMemCreate", POINTER(c_ulonglong), c_size_t, POINTER(MemAllocationProp), c_ulonglong),
-    "map_release": _row("cuMemRelease", c_ulonglong),
+    "map_create": _row("cuMemCreate", POINTER(MapHandle), c_size_t, POINTER(MemAllocationProp), c_ulonglong),
+    "map_release": _row("cuMemRelease", MapHandle),
     "map_reserve": _row("cuMemAddressReserve", POINTER(DevicePointer), c_size_t, c_size_t, DevicePointer, c_ulonglong),
     "map_unreserve": _row("cuMemAddressFree", DevicePointer, c_size_t),
-    "map": _row("cuMemMap", DevicePointer, c_size_t, c_size_t, c_ulonglong, c_ulonglong),
+    "map": _row("cuMemMap", DevicePointer, c_size_t, c_size_t, MapHandle, c_ulonglong),
     "unmap": _row("cuMemUnmap", DevicePointer, c_size_t),
     "map_access": _row("cuMemSetAccess", DevicePointer, c_size_t, POINTER(MemAccessDesc), c_size_t),
-    "map_export": _row("cuMemExportToShareableHandle", c_void_p, c_ulonglong, c_int, c_ulonglong),
-    "map_import": _row("cuMemImportFromShareableHandle", POINTER(c_ulonglong), c_void_p, c_int),
+    "map_export": _row("cuMemExportToShareableHandle", c_void_p, MapHandle, c_int, c_ulonglong),
+    "map_import": _row("cuMemImportFromShareableHandle", POINTER(MapHandle), c_void_p, c_int),
     # streams, events, graphs
     "stream_create": _row("cuStreamCreate", POINTER(Handle), c_uint),
     "stream_destroy": _row("cuStreamDestroy_v2", Handle),

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import sys
 import threading
 import weakref
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mori_triton.errors import ArgumentError, DriverError, StateError, require
-from mori_triton.host.drivers import dlpack
+from mori_triton.host.drivers import dlpack, mappings
 from mori_triton.host.drivers.allocation import Allocation
 from mori_triton.host.drivers.base import MemoryKind
+from mori_triton.host.drivers.descriptors import DescriptorServer, receive_descriptor
 from mori_triton.host.drivers.identity import process_identity
 from mori_triton.host.drivers.library import Library
 
@@ -56,6 +59,15 @@ class Gpu:
         """Make it the calling thread's device."""
         raise NotImplementedError
 
+    def mapping_type(self, kind: MemoryKind) -> int:
+        """The library's type of memory for a mapping of this kind."""
+        return self.api.MEM_ALLOCATION_TYPE_PINNED
+
+    @contextmanager
+    def descriptor_argument(self, descriptor: int) -> Iterator[int]:
+        """How the library wants to be given a file descriptor to import: by its number."""
+        yield descriptor
+
     def call(self, key: str, *args: Any, about: str = "") -> None:
         """`Library.call` with this device current; errors say for which device."""
         with self.current():
@@ -81,6 +93,7 @@ class GpuDriver:
         self._open_gpu: Gpu | None = gpu
         self._owned: dict[int, Allocation] = {}
         self._imported: dict[int, tuple[Allocation, int]] = {}
+        self._servers: dict[int, DescriptorServer] = {}
         # errors of giving memory back, until somebody can be told
         self._failures: list[DriverError] = []
 
@@ -114,8 +127,11 @@ class GpuDriver:
             allocation = self._hold(self._alloc_host(num_bytes), num_bytes, "host_free")
             ctypes.memset(allocation.address, 0, num_bytes)
         else:
-            extent = -(-num_bytes // EXPORT_GRANULE) * EXPORT_GRANULE if exportable else num_bytes
-            allocation = self._hold(self._alloc_device(extent, kind), extent, "mem_free")
+            if exportable and self.heap_mode == "vmm":
+                allocation = self._hold_mapping(mappings.create(self._gpu, num_bytes, self._gpu.mapping_type(kind)))
+            else:
+                extent = -(-num_bytes // EXPORT_GRANULE) * EXPORT_GRANULE if exportable else num_bytes
+                allocation = self._hold(self._alloc_device(extent, kind), extent, "mem_free")
             self.memset(allocation.address, 0, num_bytes)
         if exportable:
             with _live_lock:
@@ -127,6 +143,17 @@ class GpuDriver:
         give_back = partial(self._gpu.call, release, address, about=f"{address:#x}")
         return Allocation(address, num_bytes, give_back, self._failures, device_index=self.device_index)
 
+    def _hold_mapping(self, mapping: mappings.Mapping) -> Allocation:
+        give_back = partial(mappings.destroy, self._gpu, mapping)
+        return Allocation(
+            mapping.address,
+            mapping.num_bytes,
+            give_back,
+            self._failures,
+            handle=mapping.handle,
+            device_index=self.device_index,
+        )
+
     def _alloc_device(self, num_bytes: int, kind: MemoryKind) -> int:
         raise NotImplementedError
 
@@ -136,6 +163,7 @@ class GpuDriver:
     def free(self, address: int) -> None:
         if self._owned.pop(address, None) is None:
             raise DriverError(f"free of {address:#x}: not an allocation of this driver")
+        self.end_export(address)
         self._tell_failures()
 
     def copy(self, dst: int, src: int, num_bytes: int) -> None:
@@ -203,13 +231,20 @@ class GpuDriver:
 
     def _export(self, owner: Allocation) -> dict[str, Any]:
         """What another process needs in order to map an allocation."""
+        if owner.handle:
+            if owner.address not in self._servers:
+                self._servers[owner.address] = DescriptorServer(mappings.export(self._gpu, owner.handle))
+            return {"socket": self._servers[owner.address].name}
         handle = self._gpu.api.IpcMemHandle()
         about = f"{owner.num_bytes} bytes at {owner.address:#x}"
         self._gpu.call("ipc_get", ctypes.byref(handle), owner.address, about=about)
         return {"ipc": bytes(handle).hex()}
 
     def end_export(self, address: int) -> None:
-        """An IPC handle stays good as long as the memory does."""
+        """As `Driver.end_export`, by the allocation's address. IPC handles stay good as long as the memory does."""
+        server = self._servers.pop(address, None)
+        if server is not None:
+            server.close()
 
     def import_handle(self, handle: bytes) -> int:
         fields = json.loads(handle)
@@ -234,6 +269,12 @@ class GpuDriver:
 
     def _import(self, fields: dict[str, Any]) -> Allocation:
         """Map memory of another process."""
+        if "socket" in fields:
+            descriptor = receive_descriptor(fields["socket"])
+            try:
+                return self._hold_mapping(mappings.import_(self._gpu, descriptor, fields["bytes"]))
+            finally:
+                os.close(descriptor)
         api = self._gpu.api
         handle = api.IpcMemHandle.from_buffer_copy(bytes.fromhex(fields["ipc"]))
         address = self._gpu.output(
@@ -247,6 +288,13 @@ class GpuDriver:
 
     def _reach(self, allocation: Allocation) -> None:
         """Let this device load from and store to memory of another device of this process."""
+        if allocation.handle:
+            mappings.allow(self._gpu, allocation.address, allocation.num_bytes)
+        else:
+            self._reach_device(allocation.device_index)
+
+    def _reach_device(self, index: int) -> None:
+        """Let this device load from and store to all plain allocations of another device."""
         raise NotImplementedError
 
     def close_import(self, address: int) -> None:
@@ -321,6 +369,8 @@ class GpuDriver:
 
     def close(self) -> None:
         """As `Driver.close`; raises the first error of giving something back, after the rest has been."""
+        for address in list(self._servers):
+            self.end_export(address)
         self._owned.clear()
         self._imported.clear()
         self._open_gpu = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mori_triton.errors import DriverError
@@ -18,7 +19,7 @@ class Function(NamedTuple):
 
 
 class Library:
-    """The functions of `table`, by the table's keys, all of which return a status (0: fine).
+    """The functions of `table`, by the table's keys. Those that are `call`ed return a status (0: fine).
 
     Args:
         handle: a loaded library (`load`), or anything that has the symbols as attributes.
@@ -62,3 +63,10 @@ def load(names: Sequence[str]) -> ctypes.CDLL:
         except OSError as error:
             failures.append(f"{name}: {error}")
     raise DriverError(f"the GPU driver's library cannot be opened: {'; '.join(failures)}")
+
+
+def loaded(stem: str) -> list[str]:
+    """Paths of libraries that are in this process already and whose file name starts with `stem`."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = {line.split(maxsplit=5)[5] for line in lines if f"/{stem}" in line}
+    return sorted(path for path in paths if Path(path).name.startswith(stem))
