@@ -8,7 +8,12 @@ from mori_triton.ops.config import (
     expert_owner,
 )
 from mori_triton.ops.dispatch_combine import EpDispatchCombineOp
-from mori_triton.ops.local_expert_count import local_expert_count, local_expert_count_torch
+from mori_triton.ops.local_expert_count import (
+    launch_local_expert_count,
+    local_expert_count,
+    local_expert_count_torch,
+)
+from mori_triton.ops.routing import EpDispatchRoutingHandle
 
 __all__ = [
     "SUPPORTED_KERNEL_TYPES",
@@ -16,9 +21,11 @@ __all__ = [
     "EpDispatchCombineConfig",
     "EpDispatchCombineKernelType",
     "EpDispatchCombineOp",
+    "EpDispatchRoutingHandle",
     "EpRegion",
     "ep_buffer_layout",
     "expert_owner",
+    "launch_local_expert_count",
     "local_expert_count",
     "local_expert_count_torch",
 ]

@@ -7,10 +7,30 @@ from typing import Any
 
 import torch
 
-from mori_triton.ops.config import EpDispatchCombineConfig
+from mori_triton.ops.config import BLOCKWISE_TYPES, QUANT_BLOCK, EpDispatchCombineConfig
+from mori_triton.ops.kernels.finish import CONTROL_WORDS
 
 # a region never shares a cache line with another one, and every region start takes 16-byte accesses
 REGION_ALIGNMENT = 256
+# the fewest tokens that one program of a deterministic dispatch counts
+COUNT_TOKENS = 16
+# what a new or reset op starts from; the other buffers are written before they are read
+CLEARED = (
+    "dispatch_signals",
+    "combine_signals",
+    "sync_signals",
+    "count_signals",
+    "recv_slots",
+    "total_recv",
+    "control",
+)
+
+_TYPES = {
+    **dict.fromkeys(("dispatch_signals", "combine_signals", "sync_signals", "count_signals", "control"), torch.int64),
+    **dict.fromkeys(("recv_indices", "recv_sources", "recv_slots", "forward", "total_recv"), torch.int32),
+    **dict.fromkeys(("count_matrix", "block_counts", "route_bases"), torch.int32),
+    **dict.fromkeys(("recv_weights", "combine_in_weights", "combine_out_weights", "combine_in_scales"), torch.float32),
+}
 
 
 @dataclass(frozen=True)
@@ -39,8 +59,8 @@ class EpBufferLayout:
 def ep_buffer_layout(config: EpDispatchCombineConfig) -> EpBufferLayout:
     """Sizes of an op's buffers; the op allocates exactly this. Needs no heap and no device.
 
-    Peers write `recv_*` (dispatch), the signal words and `recv_slots`; peers read `combine_in*` (combine). The rest is
-    touched by the owner only.
+    Peers write `recv_*` (dispatch), `count_matrix` and the signal words; peers read `combine_in*` (combine). The rest
+    is touched by the owner only.
     """
     n, k, rows, tokens = (
         config.world_size,
@@ -49,7 +69,7 @@ def ep_buffer_layout(config: EpDispatchCombineConfig) -> EpBufferLayout:
         config.max_num_inp_token_per_rank,
     )
     row_bytes = config.hidden_dim * config.max_token_type_size
-    sizes = (
+    sizes = [
         ("recv_tokens", rows * row_bytes),
         ("recv_weights", rows * k * 4),
         ("recv_scales", rows * config.scale_bytes),
@@ -59,16 +79,24 @@ def ep_buffer_layout(config: EpDispatchCombineConfig) -> EpBufferLayout:
         ("combine_in_weights", rows * k * 4),
         ("dispatch_signals", n * 8),  # word p is written by PE p: the epoch of its newest dispatch
         ("combine_signals", n * 8),
+        ("sync_signals", n * 8),
         ("recv_slots", 4),  # rows given out so far in this round, by every PE's fetch_add
         ("combine_out", tokens * row_bytes),
         ("combine_out_weights", tokens * k * 4),
         ("forward", tokens * k * 4),  # destination PE * R + slot, -1: not sent
         ("total_recv", 4),
-        ("overflow", 8),  # rows that found no slot since construction or reset
-        ("epoch", 8),  # rounds whose dispatch arrived
-        ("dispatch_arrivals", 4),
-        ("combine_arrivals", 4),
-    )
+        ("control", CONTROL_WORDS * 8),  # the words of kernels/finish.py
+    ]
+    if config.quant_type in BLOCKWISE_TYPES:
+        # the only codecs' rows: bfloat16, at most hidden_dim wide
+        sizes.append(("combine_in_scales", rows * -(-config.hidden_dim // QUANT_BLOCK) * 4))
+    if config.deterministic:
+        sizes += [
+            ("count_matrix", n * n * 4),  # rows from each PE to each PE
+            ("count_signals", n * 8),
+            ("block_counts", 2 * -(-tokens // COUNT_TOKENS) * n * 4),
+            ("route_bases", n * 4),
+        ]
     regions, offset = [], 0
     for name, num_bytes in sizes:
         regions.append(EpRegion(name, offset, num_bytes))
@@ -81,12 +109,34 @@ class EpBuffers:
 
     def __init__(self, layout: EpBufferLayout, address: int, driver: Any) -> None:
         self.layout, self.address, self._driver = layout, address, driver
+        self._regions = {region.name: region for region in layout.regions}
+        self._views: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def view(self, name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        """The first bytes of region `name` as a contiguous `[*shape]` tensor."""
-        region = self.layout[name]
+        """The first bytes of region `name` as a contiguous `[*shape]` tensor, the same one every time."""
+        key = (name, dtype, shape)
+        found = self._views.get(key)
+        # one that a caller has made part of an autograd graph, by writing to it, is theirs
+        if found is not None and not found.requires_grad:
+            return found
+        region = self._regions[name]
         num_bytes = dtype.itemsize
         for size in shape:
             num_bytes *= size
         assert num_bytes <= region.num_bytes, (name, shape, dtype, region)
-        return self._driver.tensor(self.address + region.offset, shape, dtype)
+        # as bytes first: a driver need not know every payload type
+        row = self._driver.tensor(self.address + region.offset, (num_bytes,), torch.uint8)
+        made = self._views[key] = row.view(dtype).view(shape)
+        return made
+
+    def region(self, name: str) -> torch.Tensor:
+        """All of region `name`, flat, with the type of its entries; payload and scales are bytes."""
+        dtype = _TYPES.get(name, torch.uint8)
+        return self.view(name, dtype, self._regions[name].num_bytes // dtype.itemsize)
+
+    def region_of(self, address: int) -> str | None:
+        """The buffer that an address lies in, None for other memory."""
+        offset = address - self.address
+        if not 0 <= offset < self.layout.num_bytes:
+            return None
+        return next((r.name for r in self.layout.regions if r.offset <= offset < r.offset + r.num_bytes), None)

@@ -1,7 +1,7 @@
 """combine: every token's rows back from the PEs that it went to, summed. Argument checks, launches, reference.
 
-Protocol: `copy` puts this PE's rows where peers read them and signals, every program of `reduce` waits for all PEs,
-pulls and sums; see docs/protocol.md.
+Protocol: `copy` puts this PE's rows where peers read them, signals and waits for all PEs, `reduce` pulls and sums; see
+docs/protocol.md.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 import torch
 import triton
 
-from mori_triton.device.launch import launch
 from mori_triton.errors import check_tensor, require
-from mori_triton.ops.buffers import EpBuffers
+from mori_triton.ops import combine_codec, formats
+from mori_triton.ops.calls import CombineCall, num_programs, row_alignment
 from mori_triton.ops.config import EpDispatchCombineConfig, expert_owner
-from mori_triton.ops.dispatch import block_k, check_payload, row_alignment
-from mori_triton.ops.kernels.combine import combine_copy_kernel, combine_reduce_kernel
-from mori_triton.ops.tuning import EpLaunchConfig
+from mori_triton.ops.dispatch import check_payload
+from mori_triton.ops.kernels.combine import combine_copy_kernel, combine_recv_kernel, combine_reduce_kernel
+from mori_triton.ops.plans import Step
 from mori_triton.wait_sites import register_wait_site
 
-WAIT_TAG = register_wait_site("EpDispatchCombineOp.combine (combine_reduce_kernel)")
+WAIT_TAG = register_wait_site("EpDispatchCombineOp.combine (combine_copy_kernel)")
+RECV_TAG = register_wait_site("EpDispatchCombineOp.combine_recv (combine_recv_kernel)")
 
 
 def check_combine(
@@ -28,23 +29,15 @@ def check_combine(
     weights: torch.Tensor | None,
     indices: torch.Tensor,
     *,
-    dispatched: torch.Tensor,
     num_tokens: int,
-    num_received: int | None,
 ) -> None:
-    """Raise `ArgumentError` for anything that `combine` cannot take. Launches nothing.
+    """Raise `ArgumentError` for anything that `combine` cannot take, whatever is in the tensors. Launches nothing.
 
     Args:
-        dispatched: `[num_tokens, k]` int32, a copy of the indices given to dispatch, or an empty tensor where comparing
-            is dear.
         num_tokens: rows given to dispatch.
-        num_received: rows that dispatch received, None where only the device knows.
     """
     check_payload("input", rows, config, device)
     k = config.num_experts_per_token
-    if num_received is not None:
-        wanted = f">= total_recv = {num_received}, the rows that dispatch received"
-        require(rows.shape[0] >= num_received, "input.shape[0]", wanted, rows.shape[0])
     require(isinstance(indices, torch.Tensor), "indices", "a torch.Tensor", type(indices).__name__)
     require(
         indices.dim() == 2 and indices.shape[0] == num_tokens,
@@ -53,75 +46,96 @@ def check_combine(
         indices.shape[0] if indices.dim() else "a scalar",
     )
     check_tensor("indices", indices, torch.int32, (num_tokens, k), device)
-    if len(dispatched) == num_tokens and not torch.equal(indices, dispatched):
+    if weights is not None:
+        check_tensor("weights", weights, torch.float32, (None, k), device)
+
+
+def check_contents(
+    rows: torch.Tensor,
+    weights: torch.Tensor | None,
+    indices: torch.Tensor,
+    dispatched: torch.Tensor | None,
+    num_received: int,
+) -> None:
+    """As `check_combine`, for what only memory tells: reads it, so only where that is cheap.
+
+    Args:
+        dispatched: `[num_tokens, k]` int32, a copy of the indices given to dispatch, where there is one.
+        num_received: rows that dispatch received.
+    """
+    wanted = f">= total_recv = {num_received}, the rows that dispatch received"
+    require(rows.shape[0] >= num_received, "input.shape[0]", wanted, rows.shape[0])
+    if dispatched is not None and not torch.equal(indices, dispatched):
         row = int((indices != dispatched).any(1).nonzero()[0])
         require(False, f"indices[{row}]", f"{dispatched[row].tolist()}, as given to dispatch", indices[row].tolist())
     if weights is not None:
-        at_least = rows.shape[0] if num_received is None else num_received
-        check_tensor("weights", weights, torch.float32, (None, k), device)
-        require(weights.shape[0] >= at_least, "weights.shape[0]", f">= {at_least}", weights.shape[0])
+        require(weights.shape[0] >= num_received, "weights.shape[0]", f">= {num_received}", weights.shape[0])
 
 
-def launch_combine(
-    buffers: EpBuffers,
-    ctx: torch.Tensor,
-    config: EpDispatchCombineConfig,
-    rows: torch.Tensor,
-    weights: torch.Tensor | None,
-    num_tokens: int,
-    shape: EpLaunchConfig,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Launch the two kernels. Collective: every PE, same order, same `h` and dtype, weights on all or on none.
+def plan_combine(call: CombineCall) -> tuple[list[Step], list[Step]]:
+    """The launches that send and the launches that sum, with no wait between them where the first wait themselves.
 
-    Args:
-        buffers: this PE's buffers.
-        ctx: `[16]` int64, `SymmetricHeap.ctx`.
-        config: the problem.
-        rows: `[>= total_recv, h]`; the registered buffer itself is not copied.
-        weights: `[>= total_recv, k]` float32 or None.
-        num_tokens: rows given to dispatch.
-        shape: launch shape only.
-
-    Returns:
-        `[M, h]` of the dtype of `rows` and `[M, k]` float32 (None without weights), views of this PE's buffers; rows
-        from `num_tokens` on hold anything.
+    Collective to run: every PE, same order, same `h` and dtype, weights on all or on none.
 
     Source: docs/protocol.md; reference: `combine_torch`.
     """
-    h, k, most = rows.shape[1], config.num_experts_per_token, config.max_num_inp_token_per_rank
-    i32, i64 = torch.int32, torch.int64
-    registered = buffers.view("combine_in", rows.dtype, config.max_recv, h)
-    registered_weights = buffers.view("combine_in_weights", torch.float32, config.max_recv, k)
-    signals, epoch = buffers.view("combine_signals", i64, config.world_size), buffers.view("epoch", i64, 1)
-    num_rows = min([config.max_recv, len(rows)] + ([] if weights is None else [len(weights)]))
-    in_place = len(rows) > 0 and rows.data_ptr() == registered.data_ptr()
-    row_bytes = h * rows.itemsize
-    align = row_alignment(row_bytes, rows.data_ptr())
-    num_pieces = triton.cdiv(row_bytes, shape.piece_bytes)
-    # only the device knows how many rows there are; a program without a row ends at once
-    copies = num_rows * num_pieces if not in_place else num_rows if weights is not None else 1
-    launch(
-        combine_copy_kernel, (max(1, min(copies, shape.num_programs)),),
-        ctx, None if in_place else rows.detach(), None if weights is None else weights.detach(),
-        registered, registered_weights,
-        buffers.view("total_recv", i32, 1), signals, epoch, buffers.view("combine_arrivals", i32, 1),
-        k, num_rows, row_bytes // align, num_pieces,
-        ALIGN=align, BLOCK=shape.piece_bytes // min(align, 4), BLOCK_K=block_k(k), num_warps=shape.num_warps,
+    if call.config.quant_type != "none":
+        combine_codec.check_codec(call)
+        return [combine_codec.encode_step(call)], [combine_codec.decode_step(call)]
+    small = call.rows.dtype in formats.FORMAT_OF_DTYPE
+    return [copy_step(call)], [combine_codec.decode_step(call) if small else reduce_step(call)]
+
+
+def copy_step(call: CombineCall) -> Step:
+    """Bring rows and weights to where peers read them, and signal."""
+    shape, k = call.shape, call.config.num_experts_per_token
+    row_bytes = call.hidden * call.rows.itemsize
+    align = row_alignment(row_bytes, call.rows.data_ptr())
+    num_pieces = triton.cdiv(row_bytes, shape.stage_piece_bytes)
+    copies = 0 if call.in_place else call.num_rows
+    if call.in_place and call.weights is not None:
+        copies, num_pieces = call.num_rows, 1
+    return call.step(
+        combine_copy_kernel, (num_programs(copies, num_pieces, shape.stage_programs),),
+        call.ctx, None if call.in_place else call.given("rows"), call.given("weights"),
+        call.view("combine_in"),
+        call.view("combine_in_weights"),
+        call.given("total"), call.view("combine_signals"), call.view("control"),
+        k, call.num_rows, row_bytes // align, num_pieces,
+        ALIGN=align, BLOCK=shape.stage_piece_bytes // min(align, 4), BLOCK_K=call.block_k,
+        WAIT=call.wait, TAG=WAIT_TAG, num_warps=shape.stage_warps, waits=call.wait,
     )  # fmt: skip
-    out = buffers.view("combine_out", rows.dtype, most, h)
-    out_weights = buffers.view("combine_out_weights", torch.float32, most, k)
+
+
+def reduce_step(call: CombineCall) -> Step:
+    """Pull and sum."""
+    config, shape, n = call.config, call.shape, call.num_tokens
+    row_bytes = call.hidden * call.rows.itemsize
     align = row_alignment(row_bytes)
-    # launched for no tokens too: the wait keeps this PE from running ahead of its peers
-    launch(
-        combine_reduce_kernel, (max(1, min(num_tokens * num_pieces, shape.num_programs)),),
-        ctx, registered, None if weights is None else registered_weights, buffers.view("forward", i32, most, k),
-        signals, epoch,
-        out, out_weights,
-        num_tokens, k, config.max_recv, row_bytes // align, num_pieces,
-        ALIGN=align, BLOCK=shape.piece_bytes // rows.itemsize, BLOCK_K=block_k(k), TAG=WAIT_TAG,
+    num_pieces = triton.cdiv(row_bytes, shape.piece_bytes)
+    return call.step(
+        combine_reduce_kernel, (num_programs(n, num_pieces, shape.num_programs),),
+        call.ctx, call.view("combine_in", config.max_recv, call.hidden, dtype=call.rows.dtype),
+        call.given("forward"), call.view("control"), call.out, call.view("combine_out_weights"),
+        n, config.num_experts_per_token, config.max_recv, row_bytes // align, num_pieces,
+        None if call.weights is None else call.view("combine_in_weights"),
+        ALIGN=align, BLOCK=shape.piece_bytes // call.rows.itemsize, BLOCK_K=call.block_k, CHUNK=call.chunk,
         num_warps=shape.num_warps,
     )  # fmt: skip
-    return out, None if weights is None else out_weights
+
+
+def recv_step(call: CombineCall) -> Step:
+    """The launch that waits for the rows of a combine that only sent."""
+    return call.step(
+        combine_recv_kernel,
+        (1,),
+        call.ctx,
+        call.view("combine_signals"),
+        call.view("control"),
+        TAG=RECV_TAG,
+        num_warps=1,
+        waits=True,
+    )
 
 
 def combine_torch(

@@ -15,8 +15,16 @@ import torch
 
 from mori_triton.errors import require
 
-PAYLOAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-QUANT_TYPES = ("none",)
+# what dispatch carries and combine sums: MORI's types and float16. Two float4_e2m1fn_x2, which torch has from 2.8 on,
+# make a byte
+PAYLOAD_DTYPES = tuple(
+    getattr(torch, name)
+    for name in ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e4m3fnuz", "float4_e2m1fn_x2")
+    if hasattr(torch, name)
+)
+QUANT_TYPES = ("none", "fp8_direct_cast", "fp8_blockwise", "fp4_blockwise")
+BLOCKWISE_TYPES = ("fp8_blockwise", "fp4_blockwise")
+QUANT_BLOCK = 128  # elements that share a scale
 MAX_TOP_K = 128
 _INT32_MAX = 2**31 - 1
 
@@ -32,7 +40,7 @@ class EpDispatchCombineKernelType(enum.IntEnum):
     IntraNodeLL = 5
 
 
-SUPPORTED_KERNEL_TYPES = (EpDispatchCombineKernelType.IntraNode,)
+SUPPORTED_KERNEL_TYPES = (EpDispatchCombineKernelType.IntraNode, EpDispatchCombineKernelType.IntraNodeLL)
 
 
 @dataclass(frozen=True)
@@ -40,10 +48,11 @@ class EpDispatchCombineConfig:
     """What is dispatched among whom. Equal on every PE, except `rank`.
 
     Args:
-        data_type: payload dtype; a label as in MORI, the dtype of a call is its input's: float32, bfloat16 or float16.
+        data_type: payload dtype, one of `PAYLOAD_DTYPES`; a label as in MORI, the dtype of a call is its input's.
         rank: this PE, in `[0, world_size)`.
         world_size: number of PEs, any number from 1.
-        hidden_dim: elements of the widest row that a call may bring; narrower rows are fine.
+        hidden_dim: elements of the widest row that a call may bring; narrower rows are fine. Of float4_e2m1fn_x2, two
+            of which make a byte, the columns are counted in bytes.
         scale_dim: entries of a token's scale row; 0: no scales.
         scale_type_size: bytes of a scale entry; 0: no scales.
         max_token_type_size: bytes of the widest payload element that a call may bring; sizes the buffers.
@@ -55,10 +64,12 @@ class EpDispatchCombineConfig:
         max_total_recv_tokens: 0, or a wish for smaller receive buffers: `R = world_size * min(ceil(this / world_size),
             M)`. Tokens beyond `R` are dropped, and the receiver raises `ReceiveOverflow`.
         use_external_inp_buf: False: combine's input is always the registered buffer.
-        kernel_type: only `IntraNode` for now.
-        gpu_per_node, rdma_block_num, num_qp_per_pe: of the kernel types that cross nodes; `IntraNode` does not use
-            them.
-        quant_type: only "none" for now.
+        kernel_type: `IntraNode`, or `IntraNodeLL`, whose dispatch is one launch, for few tokens. Results are the same.
+        gpu_per_node, rdma_block_num, num_qp_per_pe: of the kernel types that cross nodes; these two do not use them.
+        quant_type: how combine sends rows: "none", or one of `QUANT_TYPES` for bfloat16 rows outside the registered
+            buffer.
+        deterministic: dispatch's rows come sorted by source PE, then token, and every run gives the same bits. MORI has
+            no such field.
 
     Raises:
         ArgumentError: a field is out of its range, or asks for what is not supported; the message lists what is.
@@ -83,6 +94,7 @@ class EpDispatchCombineConfig:
     rdma_block_num: int = 0
     num_qp_per_pe: int = 1
     quant_type: str = "none"
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         supported = ", ".join(t.name for t in SUPPORTED_KERNEL_TYPES)

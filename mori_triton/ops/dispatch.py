@@ -1,50 +1,40 @@
 """dispatch: every token to the PEs of its experts, once per PE. Argument checks, launches, reference.
 
-Protocol: `route` gives every (token, destination PE) a slot in that PE's receive buffers, `copy` writes the rows and
-signals, `wait` waits for the signals of all PEs; see docs/protocol.md.
+Protocol: `route` gives every (token, destination PE) a slot in that PE's receive buffers, `copy` writes the rows,
+signals, and waits for the signals of all PEs; see docs/protocol.md.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
-from mori_triton.device.launch import launch
 from mori_triton.errors import check_tensor, require
-from mori_triton.ops.buffers import EpBuffers
-from mori_triton.ops.config import PAYLOAD_DTYPES, EpDispatchCombineConfig, expert_owner
-from mori_triton.ops.kernels.dispatch import dispatch_copy_kernel, dispatch_route_kernel, dispatch_wait_kernel
-from mori_triton.ops.tuning import EpLaunchConfig
+from mori_triton.ops import deterministic, dispatch_ll
+from mori_triton.ops.calls import DispatchCall, DispatchInput, num_programs, row_alignment
+from mori_triton.ops.config import (
+    PAYLOAD_DTYPES,
+    EpDispatchCombineConfig,
+    EpDispatchCombineKernelType,
+    expert_owner,
+)
+from mori_triton.ops.kernels.dispatch import dispatch_copy_kernel, dispatch_recv_kernel, dispatch_route_kernel
+from mori_triton.ops.plans import Step
 from mori_triton.wait_sites import register_wait_site
 
-WAIT_TAG = register_wait_site("EpDispatchCombineOp.dispatch (dispatch_wait_kernel)")
+WAIT_TAG = register_wait_site("EpDispatchCombineOp.dispatch (dispatch_copy_kernel)")
+RECV_TAG = register_wait_site("EpDispatchCombineOp.dispatch_recv (dispatch_recv_kernel)")
 
 
-@dataclass(frozen=True)
-class DispatchInput:
-    """A dispatch's arguments after `check_dispatch`: empty weights and scales have become None."""
-
-    tokens: torch.Tensor  # [n, h]
-    weights: torch.Tensor | None  # float32 [n, k]
-    scales: torch.Tensor | None  # [n, scale_dim]
-    indices: torch.Tensor  # int32 [n, k]
-
-
-def row_alignment(row_bytes: int, *addresses: int) -> int:
-    """The widest access, at most 16 bytes, that keeps every row of `row_bytes` at these addresses aligned."""
-    return math.gcd(16, row_bytes, *addresses)
-
-
-def block_k(top_k: int) -> int:
-    """The power of two that a row of `top_k` entries is handled in: one compiled kernel serves the usual ones."""
-    return max(16, triton.next_power_of_2(top_k))
-
-
-def check_payload(name: str, tensor: torch.Tensor, config: EpDispatchCombineConfig, device: torch.device) -> None:
+def check_payload(
+    name: str,
+    tensor: torch.Tensor,
+    config: EpDispatchCombineConfig,
+    device: torch.device,
+) -> None:
     """`[rows, h]` of a supported dtype, `h <= hidden_dim`, elements of at most `max_token_type_size` bytes."""
     check_tensor(name, tensor, PAYLOAD_DTYPES, (None, None), device)
     h = tensor.shape[1]
@@ -103,66 +93,76 @@ def _describe(tensor: torch.Tensor | None) -> str:
     return "None" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def launch_dispatch(
-    buffers: EpBuffers, ctx: torch.Tensor, config: EpDispatchCombineConfig, given: DispatchInput, shape: EpLaunchConfig
-) -> None:
-    """Launch the three kernels. Collective: every PE, same order, same `h` and payload dtype.
-
-    Args:
-        buffers: this PE's buffers; receives land in them.
-        ctx: `[16]` int64, `SymmetricHeap.ctx`.
-        config: the problem.
-        given: what `check_dispatch` returned.
-        shape: launch shape only.
+def plan_dispatch(call: DispatchCall) -> list[Step]:
+    """The launches of a dispatch. Collective to run: every PE, same order, same `h` and payload dtype.
 
     Source: slot counters as in docs/protocol.md; reference: `dispatch_torch`.
     """
-    n, k, rows = given.tokens.shape[0], config.num_experts_per_token, config.max_recv
-    i32, i64 = torch.int32, torch.int64
-    forward = buffers.view("forward", i32, config.max_num_inp_token_per_rank, k)
-    slots, epoch = buffers.view("recv_slots", i32, 1), buffers.view("epoch", i64, 1)
-    signals = buffers.view("dispatch_signals", i64, config.world_size)
-    # a PE with no tokens has nothing to route, but copies (nothing) and signals as the others do
-    if n > 0:
-        launch(
-            dispatch_route_kernel, (triton.cdiv(n, shape.route_tokens),),
-            ctx, given.indices, forward, slots, n, k, config.num_experts_per_rank, rows,
-            BLOCK_T=shape.route_tokens, BLOCK_K=block_k(k), num_warps=shape.num_warps,
-        )  # fmt: skip
-    row_bytes = given.tokens.shape[1] * given.tokens.itemsize
-    align = row_alignment(row_bytes, given.tokens.data_ptr())
-    block = shape.piece_bytes // min(align, 4)
-    num_pieces = triton.cdiv(row_bytes, shape.piece_bytes)
-    scales, scale_align = None, 1
-    if given.scales is not None:
-        # an opaque row: its dtype may be one that no kernel can name
-        scales = (
-            given.scales.view(torch.uint8)
-            if n > 0
-            else given.scales.new_empty((0, config.scale_bytes), dtype=torch.uint8)
+    config = call.config
+    if config.kernel_type is EpDispatchCombineKernelType.IntraNodeLL and not (config.deterministic or call.replay):
+        return dispatch_ll.dispatch_steps(call)
+    steps = []
+    if not call.replay:
+        steps += deterministic.route_steps(call) if config.deterministic else route_steps(call)
+    return [*steps, copy_step(call)]
+
+
+def route_steps(call: DispatchCall) -> list[Step]:
+    """Give every row of this PE a slot; without tokens there is nothing to route."""
+    n, k, config = len(call.tokens), call.config.num_experts_per_token, call.config
+    if n == 0:
+        return []
+    width = triton.next_power_of_2(k)
+    # a program holds tokens * ids * PEs in registers
+    tokens = max(1, min(call.shape.route_tokens, 256 // width))
+    return [
+        call.step(
+            dispatch_route_kernel, (triton.cdiv(n, tokens),),
+            call.ctx, call.given("indices"), call.given("forward"), call.slots, call.view("control"),
+            n, k, config.num_experts_per_rank, config.max_recv,
+            BLOCK_T=tokens, BLOCK_K=width, BLOCK_P=min(8, triton.next_power_of_2(config.world_size)),
+            num_warps=call.shape.route_warps,
         )
-        scale_align = row_alignment(config.scale_bytes, scales.data_ptr())
-    launch(
-        dispatch_copy_kernel, (max(1, min(n * num_pieces, shape.num_programs)),),
-        ctx, given.tokens, given.indices, forward,
-        buffers.view("recv_tokens", given.tokens.dtype, rows, given.tokens.shape[1]),
-        buffers.view("recv_indices", i32, rows, k),
-        buffers.view("recv_weights", torch.float32, rows, k),
-        buffers.view("recv_sources", i32, rows),
-        signals, epoch, buffers.view("dispatch_arrivals", i32, 1),
-        n, k, rows, config.max_num_inp_token_per_rank, row_bytes // align, num_pieces,
+    ]  # fmt: skip
+
+
+def copy_step(call: DispatchCall) -> Step:
+    """Write the routed rows and signal. A PE with no tokens copies nothing and signals as the others do."""
+    n, k, config, shape, data = len(call.tokens), call.config.num_experts_per_token, call.config, call.shape, call.data
+    row_bytes = data.tokens.shape[1] * data.tokens.itemsize
+    align = row_alignment(row_bytes, data.tokens.data_ptr())
+    num_pieces = triton.cdiv(row_bytes, shape.piece_bytes)
+    scales = call.given("scales")
+    scale_align = 1 if data.scales is None else row_alignment(config.scale_bytes, data.scales.data_ptr())
+    return call.step(
+        dispatch_copy_kernel, (num_programs(n, num_pieces, shape.num_programs),),
+        call.ctx, call.given("tokens"), call.given("indices"), call.given("forward"),
+        call.view("recv_tokens"),
+        call.view("recv_indices"),
+        call.view("recv_weights"),
+        call.view("recv_sources"),
+        call.view("dispatch_signals"), call.view("control"), call.given("total"),
+        n, k, config.max_recv, config.max_num_inp_token_per_rank, row_bytes // align, num_pieces,
         config.scale_bytes // scale_align,
-        given.weights, scales,
-        None if scales is None else buffers.view("recv_scales", torch.uint8, rows, config.scale_bytes),
-        ALIGN=align, BLOCK=block, BLOCK_K=block_k(k), SCALE_ALIGN=scale_align,
+        call.slots, call.given("weights"), scales,
+        None if scales is None else call.view("recv_scales"),
+        ALIGN=align, BLOCK=shape.piece_bytes // min(align, 4), BLOCK_K=call.block_k, CHUNK=call.chunk,
+        SCALE_ALIGN=scale_align,
         SCALE_BLOCK=max(64, triton.next_power_of_2(config.scale_bytes // min(scale_align, 4))),
-        num_warps=shape.num_warps,
+        WAIT=call.wait, TAG=WAIT_TAG, num_warps=shape.num_warps, waits=call.wait,
     )  # fmt: skip
-    launch(
-        dispatch_wait_kernel, (1,),
-        ctx, signals, slots, epoch, buffers.view("total_recv", i32, 1), buffers.view("overflow", i64, 1), rows,
-        TAG=WAIT_TAG, num_warps=1,
-    )  # fmt: skip
+
+
+def recv_steps(call: DispatchCall) -> list[Step]:
+    """The launch that waits for the rows of a dispatch that only sent."""
+    return [
+        call.step(
+            dispatch_recv_kernel, (1,),
+            call.ctx, call.view("dispatch_signals"), call.given("total"), call.view("control"),
+            call.config.max_recv, call.slots,
+            TAG=RECV_TAG, num_warps=1, waits=True,
+        )
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)

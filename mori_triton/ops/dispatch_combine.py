@@ -1,54 +1,39 @@
-"""EpDispatchCombineOp: MORI's dispatch/combine over the symmetric heap, as a host state machine around five kernels.
+"""EpDispatchCombineOp: MORI's dispatch/combine over the symmetric heap.
 
-Rounds alternate strictly: dispatch, combine, dispatch, combine. docs/protocol.md says why one
-set of buffers is then enough.
+Every call follows a plan that the first call of its kind made: `ops.plans`. docs/protocol.md says why one set of
+buffers is enough.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
-import json
-from types import TracebackType
 from typing import Any
 
 import torch
 
-from mori_triton.errors import ArgumentError, HeapError, ReceiveOverflow, StateError, require
-from mori_triton.host import state as host_state
-from mori_triton.ops.buffers import EpBuffers, ep_buffer_layout
-from mori_triton.ops.combine import check_combine, launch_combine
+from mori_triton.errors import StateError, require
+from mori_triton.ops.calls import CombineCall, DispatchCall
+from mori_triton.ops.combine import check_combine, check_contents, plan_combine, recv_step
 from mori_triton.ops.config import PAYLOAD_DTYPES, EpDispatchCombineConfig
-from mori_triton.ops.dispatch import check_dispatch, is_absent, launch_dispatch
+from mori_triton.ops.dispatch import check_dispatch, is_absent, plan_dispatch, recv_steps
 from mori_triton.ops.local_expert_count import local_expert_count
-from mori_triton.ops.tuning import EpLaunchConfig, launch_config
+from mori_triton.ops.op_base import EpOpBase
+from mori_triton.ops.plans import Plan, plan_key
+from mori_triton.ops.routing import EpDispatchRoutingHandle, check_handle, new_handle
 
-# what a new or reset op starts from; the other buffers are written before they are read
-_CONTROL_WORDS = (
-    "dispatch_signals",
-    "combine_signals",
-    "recv_slots",
-    "total_recv",
-    "overflow",
-    "epoch",
-    "dispatch_arrivals",
-    "combine_arrivals",
-)
+_Combined = tuple[torch.Tensor, torch.Tensor | None]
 
 
-class _Phase(enum.Enum):
-    IDLE = "waiting for dispatch"
-    DISPATCHED = "waiting for combine"
-    BROKEN = "broken by a failed launch or wait; call reset() on every PE"
-    CLOSED = "closed"
-
-
-class EpDispatchCombineOp:
+class EpDispatchCombineOp(EpOpBase):
     """Sends tokens to the PEs of their experts and the experts' outputs back.
 
     Collective to construct, to call, to `reset` and to `close`: every PE, same order. Several ops may live at once,
-    each with its own buffers. Outputs are views of the op's buffers: dispatch's are valid until combine is called, for
-    a peer that has the rows back may already send the next ones, and combine's until the next combine.
+    each with its own buffers. Outputs are views of the op's buffers: dispatch's are valid until the next call of the
+    op, for a peer that has the rows back may already send the next ones, and combine's until the next combine.
+
+    Calls are asynchronous on a GPU, and after the first of a kind (shapes, types) they neither compile, allocate nor
+    wait for the device, so they can be captured in a graph. An error of a kernel is raised by the next call that looks:
+    any of the op's that is not captured, `shmem_barrier_all`, finalize. On the emulated device the call itself raises.
 
     Args:
         config: the problem, equal on every PE but for `rank`.
@@ -61,84 +46,9 @@ class EpDispatchCombineOp:
     """
 
     def __init__(self, config: EpDispatchCombineConfig) -> None:
-        self._phase = _Phase.CLOSED
-        state = host_state.current()
-        require(
-            config.world_size == state.n_pes,
-            "config.world_size",
-            f"{state.n_pes}, the number of PEs",
-            config.world_size,
-        )
-        require(config.rank == state.pe, "config.rank", f"{state.pe}, this PE", config.rank)
-        self.config, self._state = config, state
-        self._check_same_config()
-        far = [pe for pe in range(config.world_size) if not state.heap.reaches(pe)]
-        require(
-            not far,
-            "kernel_type",
-            "one that crosses nodes",
-            f"IntraNode, but PEs {far} are not reachable by load/store",
-        )
-        self._layout = ep_buffer_layout(config)
-        need = self._layout.num_bytes
-        try:
-            self._address = state.heap.malloc(need, name="EpDispatchCombineOp")
-        except HeapError as error:
-            raise HeapError(
-                f"EpDispatchCombineOp needs {need} bytes of every PE's symmetric heap for {config}: {error}"
-            ) from error
-        self._buffers = EpBuffers(self._layout, self._address, state.driver)
-        self.device = state.heap.ctx.device
-        self.local_expert_count = torch.zeros(config.num_experts_per_rank, dtype=torch.int32, device=self.device)
-        self._dispatched = torch.empty(0, config.num_experts_per_token, dtype=torch.int32)
-        self._num_tokens = 0
-        # a fast peer's first write must not meet this PE's zeros: clear, finish, and only then let anyone go on
-        self._clear()
-        state.bootstrap.barrier("EpDispatchCombineOp: buffers are clear")
-        self._phase = _Phase.IDLE
+        super().__init__(config)
 
-    # -- sizes -----------------------------------------------------------------------------------------------
-
-    def max_num_tokens_to_recv(self) -> int:
-        """Rows of dispatch's outputs, `R`."""
-        return self.config.max_recv
-
-    def max_num_tokens_to_recv_per_rank(self) -> int:
-        """Rows counted on from one PE."""
-        return self.config.max_recv_per_rank
-
-    def max_num_tokens_to_send(self) -> int:
-        """The most (token, destination PE) pairs of one PE."""
-        return self.config.world_size * self.config.max_num_inp_token_per_rank
-
-    def max_num_tokens_to_send_per_rank(self) -> int:
-        """The most tokens of one call, `M`."""
-        return self.config.max_num_inp_token_per_rank
-
-    def get_launch_config(
-        self, is_dispatch: bool = True, block_num: int = -1, rdma_block_num: int = -1, warp_per_block: int = -1
-    ) -> tuple[int, int, int]:
-        """The (programs, RDMA programs, warps) that a call with these arguments uses.
-
-        -1 leaves the choice to `ops.tuning`. A launch shape never changes a result, and any number of programs is fine.
-
-        Raises:
-            ArgumentError: `block_num` not -1 or >= 1, `warp_per_block` not -1 or a power of two up to 16.
-        """
-        shape = self._shape(block_num, warp_per_block)
-        return shape.num_programs, 0, shape.num_warps
-
-    def _shape(self, block_num: int, warp_per_block: int) -> EpLaunchConfig:
-        require(block_num == -1 or block_num >= 1, "block_num", "-1 or >= 1", block_num)
-        require(warp_per_block in (-1, 1, 2, 4, 8, 16), "warp_per_block", "-1, 1, 2, 4, 8 or 16", warp_per_block)
-        shape = launch_config(self.device.type)
-        return dataclasses.replace(
-            shape,
-            num_programs=shape.num_programs if block_num == -1 else block_num,
-            num_warps=shape.num_warps if warp_per_block == -1 else warp_per_block,
-        )
-
-    # -- one round -------------------------------------------------------------------------------------------
+    # -- dispatch --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def dispatch(
@@ -152,70 +62,166 @@ class EpDispatchCombineOp:
         warp_per_block: int = -1,
         call_local_expert_count: bool = False,
         *,
-        routing: Any = None,
+        routing: EpDispatchRoutingHandle | None = None,
         return_routing: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    ) -> tuple[Any, ...]:
         """Send every token once to each distinct PE of its experts. Collective; `h` and dtype are the same on every PE.
 
         Args:
-            input: `[n, h]` float32, bfloat16 or float16, contiguous, `0 <= n <= M`, `h <= hidden_dim`.
+            input: `[n, h]` of one of `PAYLOAD_DTYPES`, contiguous, `0 <= n <= M`, `h <= hidden_dim`. Travels bit for
+                bit.
             weights: `[n, k]` float32, or None (on every PE, except where `n` is 0).
             scales: `[n, scale_dim]` of `scale_type_size` bytes an entry, or None; travels unread.
             indices: `[n, k]` int32 global expert ids. Ids outside `[0, world_size * num_experts_per_rank)` are dropped,
                 a PE named twice in a row gets the token once.
             block_num, rdma_block_num, warp_per_block: launch shape, see `get_launch_config`.
             call_local_expert_count: also fill `self.local_expert_count`, int32 `[num_experts_per_rank]`.
-            routing, return_routing: MORI's routing handles, not supported yet.
+            routing: a handle: send to the same PEs and slots as the dispatch that made it, whatever `indices` say. On
+                every PE or on none.
+            return_routing: also return a new handle, which stays good when the op dispatches again. Allocates.
 
         Returns:
             out `[R, h]`, out_weights `[R, k]` float32, out_scales `[R, scale_dim]` (None without scales), out_indices
-            `[R, k]` int32 and total_recv `[1]` int32. Rows from total_recv on hold anything, and so does out_weights
-            when the senders gave none. Rows come in no particular order: `get_dispatch_src_token_pos` tells whose each
-            is. All but total_recv, which is good until the next dispatch, may be overwritten once combine is called.
+            `[R, k]` int32, total_recv `[1]` int32, and with `return_routing` an `EpDispatchRoutingHandle`. Rows from
+            total_recv on hold anything, and so does out_weights when the senders gave none. Rows come in no particular
+            order unless the config is `deterministic`: `get_dispatch_src_token_pos` tells whose each is. All but
+            total_recv, which is good until the next dispatch, may be overwritten once the op is called again.
 
         Raises:
             ArgumentError: an argument is not as above; nothing was launched.
-            StateError: closed, finalized, or the last dispatch still waits for its combine; nothing was launched.
+            StateError: closed, finalized, broken by an earlier failure, or something sent waits for its `_recv`.
             ReceiveOverflow: more than `R` rows came (`max_total_recv_tokens` is too small); those beyond were dropped,
-                the round can go on with combine.
+                the round can go on with combine. On a GPU a later call raises it, before it launches anything.
             PeerTimeout: a peer's rows did not come in time; `reset` makes the op usable again. Or a wait of the
                 caller's own kernels did not end: then nothing was launched.
         """
-        self._check_usable()
-        if self._phase is not _Phase.IDLE:
-            raise StateError(f"dispatch: the op is {self._phase.value}; dispatch and combine alternate")
-        require(
-            routing is None and not return_routing, "routing", "None: routing handles are not supported yet", routing
+        launch = block_num, warp_per_block
+        result = self._dispatch("dispatch", input, weights, scales, indices, launch, routing, return_routing)
+        self._arrived("dispatch", call_local_expert_count)
+        return result
+
+    @torch.no_grad()
+    def dispatch_send(
+        self,
+        input: torch.Tensor,
+        weights: torch.Tensor | None,
+        scales: torch.Tensor | None,
+        indices: torch.Tensor,
+        block_num: int = -1,
+        warp_per_block: int = -1,
+        call_local_expert_count: bool = False,
+    ) -> tuple[Any, ...]:
+        """The sending half of `dispatch`: waits for no peer. The next call of the op has to be `dispatch_recv`.
+
+        Args and errors: as `dispatch`; `call_local_expert_count` is for `dispatch_recv` to do.
+
+        Returns:
+            What `dispatch` returns; it holds what came when `dispatch_recv` is through.
+        """
+        return self._dispatch(
+            "dispatch_send", input, weights, scales, indices, (block_num, warp_per_block), None, False
         )
-        shape = self._shape(block_num, warp_per_block)
-        given = check_dispatch(self.config, self.device, input, weights, scales, indices)
-        for name, tensor in (("input", input), ("weights", weights), ("scales", scales), ("indices", indices)):
-            region = self._region_of(tensor)
-            mine = region is None or not region.startswith("recv_")
-            require(mine, name, "memory that peers do not write meanwhile", f"dispatch's own output ({region})")
-        self._check_errors()
-        self._phase = _Phase.BROKEN
-        launch_dispatch(self._buffers, self._state.heap.ctx, self.config, given, shape)
-        self._check_errors()
-        self._phase = _Phase.DISPATCHED
-        self._num_tokens = len(indices)
-        self._dispatched = indices.clone() if self._on_host() else indices[:0]
-        rows, k = self.config.max_recv, self.config.num_experts_per_token
-        out_indices = self._buffers.view("recv_indices", torch.int32, rows, k)
-        total = self._buffers.view("total_recv", torch.int32, 1)
-        if call_local_expert_count:
-            local_expert_count(self.config, out_indices, total, self.local_expert_count)
-        self._check_overflow()
+
+    def dispatch_recv(
+        self, block_num: int = -1, warp_per_block: int = -1, call_local_expert_count: bool = False
+    ) -> None:
+        """The waiting half. Collective. It takes nothing of the caller's: what `dispatch_send` was given may be gone.
+
+        Args:
+            block_num, warp_per_block: not used, one program waits.
+            call_local_expert_count: also fill `self.local_expert_count`.
+
+        Raises:
+            StateError: no `dispatch_send` waits for it, closed, finalized, or broken.
+            ReceiveOverflow, PeerTimeout: as `dispatch`.
+        """
+        self._receive("dispatch")
+        self._arrived("dispatch", call_local_expert_count)
+
+    def _dispatch(
+        self,
+        what: str,
+        input: torch.Tensor,
+        weights: torch.Tensor | None,
+        scales: torch.Tensor | None,
+        indices: torch.Tensor,
+        launch: tuple[int, int],
+        routing: EpDispatchRoutingHandle | None,
+        return_routing: bool,
+    ) -> tuple[Any, ...]:
+        require(routing is None or not return_routing, "routing", "None with return_routing", routing)
+        capturing = self._begin(what)
+        tensors = {"input": input, "weights": weights, "scales": scales, "indices": indices}
+        key = (what, launch, routing is not None, *map(plan_key, tensors.values()))
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plan_dispatch(key, what == "dispatch", input, weights, scales, indices, launch, routing)
+        given = {name: self._outside(name, tensor) for name, tensor in tensors.items()}
+        given["tokens"] = given["input"]
+        n = indices.shape[0]
+        if return_routing:
+            routing = new_handle(self.config, self.device, n)
+        elif routing is not None:
+            check_handle(routing, self.config, self.device, n)
+        where = routing or self._own_routing
+        given["forward"] = self._argument(where.disp_dest_tok_id_map)
+        given["total"] = self._argument(where.total_recv_token_num)
+        self._run("dispatch", plan, given, capturing)
+        self._routing = dataclasses.replace(
+            where, cur_rank_num_token=n, indices=indices.clone() if self._on_host else None
+        )
+        if plan.rest is not None:
+            self._pending = "dispatch", plan.rest, {"forward": given["forward"], "total": given["total"]}
+        elif return_routing:
+            where.disp_tok_id_to_src_tok_id_local.copy_(self._own_routing.disp_tok_id_to_src_tok_id_local)
+        result = (*plan.result, where.total_recv_token_num)
+        return (*result, self._routing) if return_routing else result
+
+    def _plan_dispatch(
+        self,
+        key: Any,
+        wait: bool,
+        input: torch.Tensor,
+        weights: torch.Tensor | None,
+        scales: torch.Tensor | None,
+        indices: torch.Tensor,
+        launch: tuple[int, int],
+        routing: EpDispatchRoutingHandle | None,
+    ) -> Plan:
+        """The plan of a dispatch; raises `ArgumentError` for what `dispatch` cannot take."""
+        config = self.config
+        data = check_dispatch(config, self.device, input, weights, scales, indices)
+        (n, h), dtype = input.shape, input.dtype
+        call = DispatchCall(
+            config, self._buffers, self._state.heap.ctx, self._own_routing,
+            self._shape("dispatch", n, h, dtype, *launch), wait, self._step,
+            data=data, replay=routing is not None,
+        )  # fmt: skip
+        rows, k = config.max_recv, config.num_experts_per_token
         out_scales = None
-        if given.scales is not None:
-            out_scales = self._buffers.view("recv_scales", given.scales.dtype, rows, self.config.scale_dim)
-        return (
-            self._buffers.view("recv_tokens", input.dtype, rows, input.shape[1]),
-            self._buffers.view("recv_weights", torch.float32, rows, k),
+        if data.scales is not None:
+            out_scales = call.view("recv_scales", rows, config.scale_dim, dtype=data.scales.dtype)
+        result = (
+            call.view("recv_tokens", rows, h, dtype=dtype),
+            call.view("recv_weights", rows, k, dtype=torch.float32),
             out_scales,
-            out_indices,
-            total,
+            call.view("recv_indices", rows, k, dtype=torch.int32),
         )
+        return self._keep(key, Plan(plan_dispatch(call), result, None if wait else Plan(recv_steps(call))))
+
+    def _arrived(self, kind: str, count_experts: bool = False) -> None:
+        """The launches of a call are through, or on a GPU on their way."""
+        self._last = kind
+        if count_experts:
+            assert self._routing is not None
+            ids = self._buffers.view(
+                "recv_indices", torch.int32, self.config.max_recv, self.config.num_experts_per_token
+            )
+            local_expert_count(self.config, ids, self._routing.total_recv_token_num, self.local_expert_count)
+        if self._on_host:
+            self._raise_errors()
+
+    # -- combine ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def combine(
@@ -229,7 +235,7 @@ class EpDispatchCombineOp:
         use_external_inp_buf: int = -1,
         call_reset: bool = False,
         *,
-        routing: Any = None,
+        routing: EpDispatchRoutingHandle | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Bring the rows back and sum them by token, unweighted. Collective: `h`, dtype, weights or none on every PE.
 
@@ -243,7 +249,7 @@ class EpDispatchCombineOp:
             block_num, rdma_block_num, warp_per_block: launch shape, see `get_launch_config`.
             use_external_inp_buf: -1: as configured; 0: `input` must be the registered buffer.
             call_reset: `reset` afterwards.
-            routing: MORI's routing handles, not supported yet.
+            routing: the handle of the dispatch whose rows these are; None: of the last dispatch.
 
         Returns:
             out `[M, h]`: for each token the float32 sum of its rows over its distinct PEs, in the order of its ids,
@@ -252,67 +258,139 @@ class EpDispatchCombineOp:
 
         Raises:
             ArgumentError: an argument is not as above; nothing was launched.
-            StateError: closed, finalized, or no dispatch waits for a combine; nothing was launched.
+            StateError: closed, finalized, broken, something sent waits for its `_recv`, there was no dispatch, or a
+                second combine in a row is given the registered buffer, which peers may still be reading.
             PeerTimeout: a peer's rows did not come in time; `reset` makes the op usable again. Or a wait of the
                 caller's own kernels did not end: then nothing was launched.
         """
-        self._check_usable()
-        if self._phase is not _Phase.DISPATCHED:
-            raise StateError(f"combine: the op is {self._phase.value}; dispatch and combine alternate")
-        require(routing is None, "routing", "None: routing handles are not supported yet", routing)
-        require(use_external_inp_buf in (-1, 0, 1), "use_external_inp_buf", "-1, 0 or 1", use_external_inp_buf)
-        shape = self._shape(block_num, warp_per_block)
-        if is_absent(weights, 0):
-            weights = None
-        check_combine(
-            self.config, self.device, input, weights, indices,
-            dispatched=self._dispatched, num_tokens=self._num_tokens, num_received=self._num_received(),
-        )  # fmt: skip
-        external = self.config.use_external_inp_buf if use_external_inp_buf == -1 else use_external_inp_buf
-        registered = self._address + self._layout["combine_in"].offset
-        in_place = input.data_ptr() == registered or input.numel() == 0
-        want = "the buffer of get_registered_combine_input_buffer, as use_external_inp_buf is off"
-        require(bool(external) or in_place, "input", want, f"a tensor at {input.data_ptr():#x}, not {registered:#x}")
-        apart = in_place or self._region_of(input) != "combine_in"
-        require(apart, "input", "the registered buffer from its start, or other memory", "a part from within it")
-        self._check_errors()
-        self._phase = _Phase.BROKEN
-        ctx = self._state.heap.ctx
-        results = launch_combine(self._buffers, ctx, self.config, input, weights, self._num_tokens, shape)
-        self._check_errors()
-        self._phase = _Phase.IDLE
+        launch = block_num, warp_per_block
+        result = self._combine("combine", input, weights, indices, launch, use_external_inp_buf, routing)
+        self._arrived("combine")
         if call_reset:
             self.reset()
-        return results
+        return result
 
-    def reset(self) -> None:
-        """As after construction: forget the round in progress and any failure. Collective, waits for kernels."""
-        self._check_usable()
-        # nobody clears while a peer may still signal, and nobody starts before all have cleared
-        self._state.driver.synchronize()
-        self._state.bootstrap.barrier("EpDispatchCombineOp.reset: kernels are done")
-        self._state.heap.take_errors()
-        self._clear()
-        self._state.bootstrap.barrier("EpDispatchCombineOp.reset: buffers are clear")
-        self._dispatched, self._num_tokens = self._dispatched[:0], 0
-        self._phase = _Phase.IDLE
+    @torch.no_grad()
+    def combine_send(
+        self,
+        input: torch.Tensor,
+        weights: torch.Tensor | None,
+        indices: torch.Tensor,
+        block_num: int = -1,
+        warp_per_block: int = -1,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The sending half of `combine`: waits for no peer. The next call of the op has to be `combine_recv`.
+
+        Args and errors: as `combine`.
+
+        Returns:
+            What `combine` returns; it holds the sums when `combine_recv` is through.
+        """
+        return self._combine("combine_send", input, weights, indices, (block_num, warp_per_block), -1, None)
+
+    def combine_recv(self, block_num: int = -1, warp_per_block: int = -1) -> None:
+        """The waiting and summing half. Collective. It takes nothing of the caller's.
+
+        Args:
+            block_num, warp_per_block: not used: the launch shape is that of `combine_send`.
+
+        Raises:
+            StateError: no `combine_send` waits for it, closed, finalized, or broken.
+            PeerTimeout: as `combine`.
+        """
+        self._receive("combine")
+        self._arrived("combine")
+
+    def _combine(
+        self,
+        what: str,
+        input: torch.Tensor,
+        weights: torch.Tensor | None,
+        indices: torch.Tensor,
+        launch: tuple[int, int],
+        use_external_inp_buf: int,
+        routing: EpDispatchRoutingHandle | None,
+    ) -> _Combined:
+        capturing = self._begin(what)
+        where = routing or self._routing
+        if where is None:
+            raise StateError(f"{what}: no dispatch came before, and no routing is given")
+        registered = self._address + self._combine_in_offset
+        in_place = isinstance(input, torch.Tensor) and input.data_ptr() == registered and input.numel() > 0
+        n = where.cur_rank_num_token
+        tensors = {"rows": input, "weights": weights, "indices": indices}
+        key = (what, launch, use_external_inp_buf, in_place, n, *map(plan_key, tensors.values()))
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plan_combine(
+                key, what == "combine", in_place, n, use_external_inp_buf, launch, input, weights, indices
+            )
+        if routing is not None:
+            check_handle(routing, self.config, self.device, len(indices))
+        given = {name: self._argument(tensor) for name, tensor in tensors.items()}
+        if not in_place and self._buffers.region_of(input.data_ptr()) == "combine_in" and input.numel() > 0:
+            require(False, "input", "the registered buffer from its start, or other memory", "a part from within it")
+        if self._on_host:
+            total = int(where.total_recv_token_num[0])
+            check_contents(input, None if is_absent(weights, 0) else weights, indices, where.indices, total)
+        if in_place and self._last == "combine":
+            raise StateError(f"{what}: peers may still read the registered buffer: a combine came last, not a dispatch")
+        given["forward"] = self._argument(where.disp_dest_tok_id_map)
+        given["total"] = self._argument(where.total_recv_token_num)
+        self._run("combine", plan, given, capturing)
+        if plan.rest is not None:
+            self._pending = "combine", plan.rest, {"forward": given["forward"]}
+        return plan.result
+
+    def _plan_combine(
+        self,
+        key: Any,
+        wait: bool,
+        in_place: bool,
+        num_tokens: int,
+        use_external_inp_buf: int,
+        launch: tuple[int, int],
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
+        indices: torch.Tensor,
+    ) -> Plan:
+        """The plan of a combine; raises `ArgumentError` for what `combine` cannot take."""
+        config = self.config
+        require(use_external_inp_buf in (-1, 0, 1), "use_external_inp_buf", "-1, 0 or 1", use_external_inp_buf)
+        if is_absent(weights, 0):
+            weights = None
+        check_combine(config, self.device, rows, weights, indices, num_tokens=num_tokens)
+        external = config.use_external_inp_buf if use_external_inp_buf == -1 else use_external_inp_buf
+        want = "the buffer of get_registered_combine_input_buffer, as use_external_inp_buf is off"
+        require(bool(external) or in_place or rows.numel() == 0, "input", want, f"a tensor at {rows.data_ptr():#x}")
+        shape = self._shape("combine", num_tokens, rows.shape[1], rows.dtype, *launch, zero_copy=in_place)
+        call = CombineCall(
+            config, self._buffers, self._state.heap.ctx, self._own_routing, shape, wait, self._step,
+            rows=rows, weights=weights, num_tokens=num_tokens, in_place=in_place,
+        )  # fmt: skip
+        send, reduce = plan_combine(call)
+        if wait:
+            return self._keep(key, Plan([*send, *reduce], call.result()))
+        return self._keep(key, Plan(send, call.result(), Plan([recv_step(call), *reduce])))
 
     # -- what a round left behind ----------------------------------------------------------------------------
 
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
         """Whose rows dispatch brought: int32 `[total_recv]`, `source PE * M + token`. Waits for the device.
 
-        `decode_send_flat_idx` takes it apart. A view, valid until combine is called; StateError at other times.
+        `decode_send_flat_idx` takes it apart. A view, valid until combine is called; StateError at other times and
+        while a graph is captured.
         """
-        self._check_usable()
-        if self._phase is not _Phase.DISPATCHED:
+        if self._begin("get_dispatch_src_token_pos"):
+            raise StateError("get_dispatch_src_token_pos: waits for the device, which a captured stream cannot")
+        if self._last != "dispatch":
             raise StateError(
-                f"get_dispatch_src_token_pos: the op is {self._phase.value}; ask between dispatch and combine, "
-                "afterwards peers may be writing the next round's"
+                "get_dispatch_src_token_pos: ask between dispatch and combine, at other times peers may be writing"
             )
+        assert self._routing is not None
         self._state.driver.synchronize()
-        total = int(self._buffers.view("total_recv", torch.int32, 1)[0])
-        return self._buffers.view("recv_sources", torch.int32, self.config.max_recv)[:total]
+        self._raise_errors()
+        return self._own_routing.disp_tok_id_to_src_tok_id_local[: int(self._routing.total_recv_token_num[0])]
 
     def decode_send_flat_idx(self, flat_idx: Any) -> tuple[Any, Any]:
         """(source PE, token) of an entry of `get_dispatch_src_token_pos`; elementwise for a tensor of them."""
@@ -332,83 +410,28 @@ class EpDispatchCombineOp:
         require(dtype.itemsize <= wide, "dtype", f"at most max_token_type_size = {wide} bytes", dtype)
         return self._buffers.view("combine_in", dtype, self.config.max_recv, h)
 
-    # -- end -------------------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Give the buffers back. Collective, idempotent; after shmem was finalized there is nothing to give back."""
-        if self._phase is _Phase.CLOSED:
-            return
-        self._phase = _Phase.CLOSED
-        if self._state.heap.closed:
-            return
-        self._state.driver.synchronize()
-        # a peer may still be reading rows from here
-        self._state.bootstrap.barrier("EpDispatchCombineOp.close")
-        self._state.heap.free(self._address)
-
-    def __enter__(self) -> EpDispatchCombineOp:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            # the peers may be anywhere: a barrier could wait for ever, and freed memory could be written
-            self._phase = _Phase.CLOSED
-
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _on_host(self) -> bool:
-        """Whether launches are over when they return and memory is read without waiting: the emulated device."""
-        return self.device.type == "cpu"
+    def _argument(self, tensor: torch.Tensor | None) -> Any:
+        """What a kernel gets for a tensor: the address, or on the emulated device, which guards memory, the tensor."""
+        return tensor if self._on_host or tensor is None else tensor.data_ptr()
 
-    def _check_errors(self) -> None:
-        """Raise what kernels have recorded; before a launch too, so that a caller's own failure spoils no round."""
-        if self._on_host():
-            self._state.heap.check_errors()
-
-    def _region_of(self, tensor: torch.Tensor | None) -> str | None:
-        """The op's buffer that a tensor begins in, None for other memory."""
-        if tensor is None or tensor.numel() == 0:
+    def _outside(self, name: str, tensor: torch.Tensor | None) -> Any:
+        """As `_argument`; raises `ArgumentError` for memory that peers write during a dispatch."""
+        if tensor is None:
             return None
-        offset = tensor.data_ptr() - self._address
-        return next((r.name for r in self._layout.regions if r.offset <= offset < r.offset + r.num_bytes), None)
+        address = tensor.data_ptr()
+        if self._address <= address < self._address + self._layout.num_bytes and tensor.numel() > 0:
+            region = self._buffers.region_of(address) or ""
+            want = "memory that peers do not write meanwhile"
+            require(not region.startswith("recv_"), name, want, f"dispatch's own output ({region})")
+        return tensor if self._on_host else address
 
-    def _num_received(self) -> int | None:
-        return int(self._buffers.view("total_recv", torch.int32, 1)[0]) if self._on_host() else None
-
-    def _check_usable(self) -> None:
-        if self._phase is _Phase.CLOSED:
-            raise StateError("the EpDispatchCombineOp is closed")
-        if host_state.current() is not self._state:
-            raise StateError("the EpDispatchCombineOp belongs to a world that was finalized, or to another PE")
-
-    def _check_overflow(self) -> None:
-        if self._on_host():
-            lost = int(self._buffers.view("overflow", torch.int64, 1)[0])
-            if lost:
-                self._buffers.view("overflow", torch.int64, 1).zero_()
-                rows = self.config.max_recv
-                raise ReceiveOverflow(
-                    f"PE {self.config.rank} was sent {rows + lost} rows, {lost} more than its buffers hold "
-                    f"(R = {rows}, from max_total_recv_tokens = {self.config.max_total_recv_tokens}); they were dropped"
-                )
-
-    def _check_same_config(self) -> None:
-        fields = {
-            f.name: str(getattr(self.config, f.name)) for f in dataclasses.fields(self.config) if f.name != "rank"
-        }
-        everyone = self._state.bootstrap.allgather(json.dumps(fields).encode(), "EpDispatchCombineOp: config")
-        for name in fields:
-            values = [json.loads(other)[name] for other in everyone]
-            if len(set(values)) > 1:
-                each = ", ".join(f"PE {pe}: {value}" for pe, value in enumerate(values))
-                raise ArgumentError(f"config.{name}: want one value on every PE, got {each}")
-
-    def _clear(self) -> None:
-        for name in _CONTROL_WORDS:
-            region = self._layout[name]
-            self._state.driver.memset(self._address + region.offset, 0, region.num_bytes)
-        self._state.driver.synchronize()
+    def _receive(self, kind: str) -> None:
+        """Run the rest of a call that was sent."""
+        capturing = self._begin(f"{kind}_recv")
+        if self._pending is None:
+            raise StateError(f"{kind}_recv: there was no {kind}_send")
+        _, plan, given = self._pending
+        self._pending = None
+        self._run(None, plan, given, capturing)

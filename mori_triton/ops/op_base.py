@@ -1,0 +1,276 @@
+"""What a dispatch/combine op is besides its calls: buffers, life from constructor to close, errors of its kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from mori_triton.errors import ArgumentError, HeapError, StateError, require
+from mori_triton.host import context
+from mori_triton.host import state as host_state
+from mori_triton.ops.buffers import CLEARED, EpBuffers, ep_buffer_layout
+from mori_triton.ops.config import EpDispatchCombineConfig
+from mori_triton.ops.kernels.finish import COMBINED, DISPATCHED, sync_kernel
+from mori_triton.ops.plans import Plan, Step, StepMaker
+from mori_triton.ops.routing import EpDispatchRoutingHandle
+from mori_triton.ops.tuning import EpLaunchConfig, launch_config, tables_for
+from mori_triton.wait_sites import register_wait_site
+
+SYNC_TAG = register_wait_site("EpDispatchCombineOp: meeting between two calls of a kind (sync_kernel)")
+# plans kept; a caller whose token counts never repeat would otherwise fill the memory
+_MOST_PLANS = 4096
+
+
+class Phase(enum.Enum):
+    """Whether an op can be called."""
+
+    READY = "ready"
+    BROKEN = "broken by a failed launch or wait; call reset() on every PE"
+    CLOSED = "closed"
+
+
+class EpOpBase:
+    """The life of an op. Collective to construct, `reset` and `close`: every PE, same order."""
+
+    def __init__(self, config: EpDispatchCombineConfig) -> None:
+        self._phase = Phase.CLOSED
+        state = host_state.current()
+        require(
+            config.world_size == state.n_pes,
+            "config.world_size",
+            f"{state.n_pes}, the number of PEs",
+            config.world_size,
+        )
+        require(config.rank == state.pe, "config.rank", f"{state.pe}, this PE", config.rank)
+        self.config, self._state = config, state
+        self._check_same_config()
+        far = [pe for pe in range(config.world_size) if not state.heap.reaches(pe)]
+        require(
+            not far,
+            "kernel_type",
+            "one that crosses nodes",
+            f"{config.kernel_type.name}, but PEs {far} are not reachable by load/store",
+        )
+        self._layout = ep_buffer_layout(config)
+        need = self._layout.num_bytes
+        try:
+            self._address = state.heap.malloc(need, name="EpDispatchCombineOp")
+        except HeapError as error:
+            raise HeapError(
+                f"EpDispatchCombineOp needs {need} bytes of every PE's symmetric heap for {config}: {error}"
+            ) from error
+        self._buffers = EpBuffers(self._layout, self._address, state.driver)
+        self.device = state.heap.ctx.device
+        self._combine_in_offset = self._layout["combine_in"].offset
+        self._on_host = self.device.type == "cpu"
+        self._tables = tables_for(state, self.device, config.kernel_type.name)
+        self._step = StepMaker()
+        self._plans: dict[Any, Plan] = {}
+        self._launch_override: dict[str, EpLaunchConfig] = {}
+        self.local_expert_count = torch.zeros(config.num_experts_per_rank, dtype=torch.int32, device=self.device)
+        self._own_routing = EpDispatchRoutingHandle(
+            self._buffers.region("forward").view(-1, config.num_experts_per_token),
+            torch.empty(0, dtype=torch.int32, device=self.device),
+            torch.empty(0, dtype=torch.int32, device=self.device),
+            self._buffers.region("total_recv"),
+            self._buffers.region("recv_sources"),
+            0,
+        )
+        self._forget()
+        # a fast peer's first write must not meet this PE's zeros: clear, finish, and only then let anyone go on
+        self._clear()
+        state.bootstrap.barrier("EpDispatchCombineOp: buffers are clear")
+        self._phase = Phase.READY
+
+    def _forget(self) -> None:
+        """No round is in progress, and none was."""
+        self._last: str | None = None  # "dispatch" or "combine": what finished last
+        self._pending: tuple[str, Plan, dict[str, Any]] | None = None  # what was sent and not received
+        self._routing: EpDispatchRoutingHandle | None = None  # of the last dispatch
+        self._captured = False  # whether the last call was captured
+
+    # -- sizes -----------------------------------------------------------------------------------------------
+
+    def max_num_tokens_to_recv(self) -> int:
+        """Rows of dispatch's outputs, `R`."""
+        return self.config.max_recv
+
+    def max_num_tokens_to_recv_per_rank(self) -> int:
+        """Rows counted on from one PE."""
+        return self.config.max_recv_per_rank
+
+    def max_num_tokens_to_send(self) -> int:
+        """The most (token, destination PE) pairs of one PE."""
+        return self.config.world_size * self.config.max_num_inp_token_per_rank
+
+    def max_num_tokens_to_send_per_rank(self) -> int:
+        """The most tokens of one call, `M`."""
+        return self.config.max_num_inp_token_per_rank
+
+    def get_launch_config(
+        self, is_dispatch: bool = True, block_num: int = -1, rdma_block_num: int = -1, warp_per_block: int = -1
+    ) -> tuple[int, int, int]:
+        """The (programs, RDMA programs, warps) that the largest call with these arguments uses.
+
+        -1 leaves the choice to `ops.tuning`. A launch shape never changes a result, and any number of programs is fine.
+
+        Raises:
+            ArgumentError: `block_num` not -1 or >= 1, `warp_per_block` not -1 or a power of two up to 16.
+        """
+        config = self.config
+        shape = self._shape(
+            "dispatch" if is_dispatch else "combine", config.max_num_inp_token_per_rank, config.hidden_dim,
+            config.data_type, block_num, warp_per_block, zero_copy=not config.use_external_inp_buf,
+        )  # fmt: skip
+        return shape.num_programs, 0, shape.num_warps
+
+    def _shape(
+        self,
+        phase: str,
+        num_tokens: int,
+        hidden: int,
+        dtype: torch.dtype,
+        block_num: int,
+        warp_per_block: int,
+        *,
+        zero_copy: bool = False,
+    ) -> EpLaunchConfig:
+        config = self.config
+        shape = launch_config(
+            self.device.type, phase, num_tokens, hidden * dtype.itemsize, dtype=dtype,
+            top_k=config.num_experts_per_token, zero_copy=zero_copy, quant_type=config.quant_type,
+            kernel_type=config.kernel_type.name, tables=self._tables,
+            block_num=block_num, warp_per_block=warp_per_block,
+        )  # fmt: skip
+        return self._launch_override.get(phase, shape)
+
+    def _set_launch(self, phase: str, shape: EpLaunchConfig | None) -> None:
+        """Make every later "dispatch" or "combine" use `shape`, None: what is configured. For tuning."""
+        self._plans.clear()
+        if shape is None:
+            self._launch_override.pop(phase, None)
+        else:
+            self._launch_override[phase] = shape
+
+    # -- calls -----------------------------------------------------------------------------------------------
+
+    def _begin(self, what: str) -> bool:
+        """Raise what keeps `what` from being called, errors of earlier kernels among it. Whether it is captured."""
+        self._check_usable()
+        if self._phase is Phase.BROKEN:
+            raise StateError(f"{what}: the op is {self._phase.value}")
+        if self._pending is not None and what != f"{self._pending[0]}_recv":
+            raise StateError(f"{what}: the op's {self._pending[0]}_send waits for {self._pending[0]}_recv")
+        # memory of a stream that is captured is not there yet
+        capturing = not self._on_host and torch.cuda.is_current_stream_capturing()
+        if not capturing:
+            self._raise_errors()
+        return capturing
+
+    def _keep(self, key: Any, plan: Plan) -> Plan:
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.clear()
+        if not self._on_host:
+            # nothing may be loaded later, while a graph is captured or a peer waits
+            self._meeting("dispatch")
+        self._plans[key] = plan
+        return plan
+
+    def _run(self, what: str | None, plan: Plan, given: dict[str, Any], capturing: bool) -> None:
+        """Launch the kernels of a "dispatch" or a "combine", None: the rest of what was sent.
+
+        Two of a kind in a row have a meeting of all PEs between them.
+
+        A graph may be replayed after any other call: where its capture begins stands a meeting that takes place if
+        what ran before the graph was of this kind.
+        """
+        repeated = what is not None and (self._last == what or (capturing and not self._captured))
+        first = self._meeting(what) if repeated and what else None
+        self._phase = Phase.BROKEN
+        plan.run(self._state, given, first)
+        self._phase, self._captured = Phase.READY, capturing
+
+    def _meeting(self, what: str) -> Step:
+        kind = DISPATCHED if what == "dispatch" else COMBINED
+        buffers = self._buffers
+        return self._step(
+            sync_kernel, (1,), self._state.heap.ctx, buffers.region("sync_signals"), buffers.region("control"),
+            kind.value, TAG=SYNC_TAG, num_warps=1, waits=True,
+        )  # fmt: skip
+
+    def _raise_errors(self) -> None:
+        """Raise what kernels have recorded. A wait of this op that timed out breaks it; an overflow does not."""
+        heap = self._state.heap
+        if not heap.errors_pending():
+            return
+        records, count = heap.take_errors()
+        end = self._address + self._layout.num_bytes
+        if any(not record.overflowed and self._address <= record.address < end for record in records):
+            self._phase = Phase.BROKEN
+        raise context.error_of(records, count)
+
+    # -- end -------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """As after construction: forget the round in progress and any failure. Collective, waits for kernels."""
+        self._check_usable()
+        # nobody clears while a peer may still signal, and nobody starts before all have cleared
+        self._state.driver.synchronize()
+        self._state.bootstrap.barrier("EpDispatchCombineOp.reset: kernels are done")
+        self._state.heap.take_errors()
+        self._clear()
+        self._state.bootstrap.barrier("EpDispatchCombineOp.reset: buffers are clear")
+        self._forget()
+        self._phase = Phase.READY
+
+    def close(self) -> None:
+        """Give the buffers back. Collective, idempotent; after shmem was finalized there is nothing to give back."""
+        if self._phase is Phase.CLOSED:
+            return
+        self._phase = Phase.CLOSED
+        if self._state.heap.closed:
+            return
+        self._state.driver.synchronize()
+        # a peer may still be reading rows from here
+        self._state.bootstrap.barrier("EpDispatchCombineOp.close")
+        self._state.heap.free(self._address)
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            # the peers may be anywhere: a barrier could wait for ever, and freed memory could be written
+            self._phase = Phase.CLOSED
+
+    def _check_usable(self) -> None:
+        if self._phase is Phase.CLOSED:
+            raise StateError("the EpDispatchCombineOp is closed")
+        if host_state.current() is not self._state:
+            raise StateError("the EpDispatchCombineOp belongs to a world that was finalized, or to another PE")
+
+    def _check_same_config(self) -> None:
+        fields = {
+            f.name: str(getattr(self.config, f.name)) for f in dataclasses.fields(self.config) if f.name != "rank"
+        }
+        everyone = self._state.bootstrap.allgather(json.dumps(fields).encode(), "EpDispatchCombineOp: config")
+        for name in fields:
+            values = [json.loads(other)[name] for other in everyone]
+            if len(set(values)) > 1:
+                each = ", ".join(f"PE {pe}: {value}" for pe, value in enumerate(values))
+                raise ArgumentError(f"config.{name}: want one value on every PE, got {each}")
+
+    def _clear(self) -> None:
+        for region in self._layout.regions:
+            if region.name in CLEARED:
+                self._state.driver.memset(self._address + region.offset, 0, region.num_bytes)
+        self._state.driver.synchronize()
