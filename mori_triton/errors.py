@@ -20,6 +20,10 @@ class ArgumentError(MoriError, ValueError):
     """An argument is not what its docstring asks for. Nothing was launched, nothing was changed."""
 
 
+class LaunchShapeError(ArgumentError, RuntimeError):
+    """A number of programs or warps that no launch can have. Also a `RuntimeError`, which MORI raises for it."""
+
+
 class EnvError(ArgumentError):
     """An environment variable holds a text that cannot be read; the message shows it and the accepted forms."""
 
