@@ -95,6 +95,12 @@ def _choice(*choices: str) -> Callable[[str, str], str]:
     return parse
 
 
+def _heap_mode(text: str, name: str) -> str:
+    # MORI calls it vmm_heap; its third mode, isolation, cannot translate addresses on the device
+    mode = _choice("static_heap", "vmm", "vmm_heap")(text, name)
+    return "vmm" if mode == "vmm_heap" else mode
+
+
 def _word(text: str, name: str) -> str:
     if not text.strip():
         raise EnvError(f"{name}: want a name, got {text!r}")
@@ -122,7 +128,7 @@ class Variable:
 VARIABLES = (
     Variable("MORI_SHMEM_HEAP_SIZE", "4G", _size, "symmetric heap of each PE, in bytes", "heap_bytes"),
     Variable("MORI_SHMEM_HEAP_TYPE", "uncached", _choice("uncached", "normal"), "memory kind of the heap", "heap_type"),
-    Variable("MORI_SHMEM_MODE", "static_heap", _choice("static_heap"), "how the heap is built", "heap_mode"),
+    Variable("MORI_SHMEM_MODE", "static_heap", _heap_mode, "how peers map the heap", "heap_mode"),
     Variable(
         "MORI_BOOTSTRAP_TIMEOUT", "300", _seconds, "limit of every host collective, in seconds", "bootstrap_timeout_s"
     ),

@@ -97,7 +97,7 @@ def test_seconds_as_argument():
     ("name", "good", "bad"),
     [
         ("MORI_SHMEM_HEAP_TYPE", {"normal": "normal", "Uncached": "uncached"}, ["", "cached"]),
-        ("MORI_SHMEM_MODE", {"static_heap": "static_heap"}, ["vmm_heap", "ISOLATION"]),
+        ("MORI_SHMEM_MODE", {"static_heap": "static_heap", "VMM": "vmm", "vmm_heap": "vmm"}, ["heap", "ISOLATION"]),
         ("MORI_TRITON_DEVICE", {"cpu": "cpu", "CUDA": "cuda"}, ["tpu", ""]),
         ("MORI_TRITON_GPUS_PER_NODE", {"8": 8, " 1 ": 1}, ["0", "-1", "two", "1.5", ""]),
         ("MORI_NUM_QP_PER_PE", {"1": 1}, ["0", "x"]),

@@ -212,7 +212,7 @@ def _is_up() -> bool:
 def _open(bootstrap: Any, settings: env.Settings) -> None:
     driver = None
     try:
-        driver = drivers.open_driver(settings.device)
+        driver = drivers.open_driver(settings.device, heap_mode=settings.heap_mode)
         attach = _attach_emulator if driver.name == "cpu" else None
         state.set_process_state(state.open_state(bootstrap, driver, settings, attach=attach))
     except BaseException:

@@ -16,7 +16,7 @@ from mori_triton import wait_sites
 from mori_triton.errors import ArgumentError, PeerTimeout, StateError
 from mori_triton.host import state
 from mori_triton.host.bootstrap.threads import ThreadGroup
-from mori_triton.host.drivers import CpuDriver, open_driver
+from mori_triton.host.drivers import CpuDriver, cuda, default_device, hip, open_driver
 from mori_triton.host.drivers import cpu as cpu_driver
 from tests.host.worlds import SETTINGS, error_of, run_threads, run_world
 
@@ -177,9 +177,28 @@ def test_i10_settings_stay(monkeypatch):
 
 def test_open_driver():
     assert open_driver("cpu").shared
-    assert open_driver("auto").name == "cpu"
-    with pytest.raises(StateError, match="MORI_TRITON_DEVICE=cuda"):
-        open_driver("cuda")
+    with pytest.raises(ArgumentError, match='device: want "auto", "cpu", "cuda" or "hip", got \'tpu\''):
+        open_driver("tpu")
+
+
+def test_open_driver_takes_the_gpu_that_torch_is_for(monkeypatch):
+    found = {"cuda": 0, "hip": 0}
+    monkeypatch.setattr(cuda, "device_count", lambda: found["cuda"])
+    monkeypatch.setattr(hip, "device_count", lambda: found["hip"])
+    for built_for, seen, chosen in (
+        ("cuda", {"cuda": 2, "hip": 2}, "cuda"),
+        ("hip", {"cuda": 2, "hip": 2}, "hip"),
+        (None, {"cuda": 2, "hip": 2}, "cpu"),
+        ("cuda", {"cuda": 0, "hip": 2}, "cpu"),
+    ):
+        monkeypatch.setattr(torch.version, "cuda", "13.0" if built_for == "cuda" else None)
+        monkeypatch.setattr(torch.version, "hip", "7.1" if built_for == "hip" else None)
+        found |= seen
+        assert default_device() == chosen
+    for device in ("cuda", "hip"):
+        monkeypatch.setattr(torch.version, device, None)
+        with pytest.raises(StateError, match=f"device '{device}': this torch .* was built without"):
+            open_driver(device)
 
 
 def test_wait_sites():
