@@ -69,7 +69,7 @@ def test_waits_that_are_launched_before_what_they_wait_for(n):
             stream.device.label = f"PE {pe}"
             for region in here.heap.regions():
                 stream.device.allow(region.address, region.num_bytes, region.name)
-            here.on_close.append(lambda: (stream.synchronize(), run.gpus.give_stream(0, stream)))
+            here.on_close.append(lambda: (stream.synchronize(), run.gpus.give_stream(stream)))
             run.sides[pe] = stream
         return run.sides[pe]
 

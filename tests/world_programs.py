@@ -58,7 +58,10 @@ def words(num=1):
 def ring_of_rounds(pe, n, rounds, replays):
     """x after some replays of a graph of some rounds, with another x before each replay, and what it should be."""
     here = mori.current_world()
-    signal, epoch, x, out = words(), words(), words(), words()
+    x = words()
+    # nothing that torch may have to load while a peer's kernel waits: what is below waits for all
+    x.fill_(100)
+    signal, epoch, out = words(), words(), words()
 
     def step():
         for _ in range(rounds):
@@ -66,7 +69,6 @@ def ring_of_rounds(pe, n, rounds, replays):
         return x
 
     here.preload(lambda: load(round_kernel, shmem.context(), signal, epoch, x, out))
-    x.fill_(100)
     step()
     shmem.shmem_barrier_all()
     results = [int(x)]

@@ -34,7 +34,7 @@ class GpuRun(Run):
     def __init__(self, world: LocalWorld, program: Callable[..., Any], args: tuple) -> None:
         self.gpus: Gpus | None = None
         self.streams: list[Any] = [None] * world.n
-        # what graphs are captured and launched on
+        # what graphs are captured and launched on, once there is one
         self.main: Any = None
         self._steps: list[Callable[[], Any] | None] = [None] * world.n
         self._graph: CapturedGraph | None = None
@@ -50,10 +50,12 @@ class GpuRun(Run):
         """See `Run`. Every device is idle."""
         if self.gpus is None:
             return
-        for pe, stream in [*enumerate(self.streams), (0, self.main)]:
+        # a graph that the program has kept must not keep the world
+        self._graph, self._steps = None, []
+        for stream in (*self.streams, self.main):
             # where a device has failed its streams are of no use
             if stream is not None and not self.remains:
-                self.gpus.give_stream(self._index(pe), stream)
+                self.gpus.give_stream(stream)
         self.gpus.close()
 
     def enter(self, pe: int) -> Driver:
@@ -62,8 +64,6 @@ class GpuRun(Run):
         driver = self.gpus.open_driver(self._index(pe))
         driver.set_current()
         self.streams[pe] = self.gpus.take_stream(self._index(pe), driver)
-        if pe == 0:
-            self.main = self.gpus.take_stream(self._index(pe), driver)
         self.gpus.enter(self.streams[pe])
         return driver
 
@@ -118,6 +118,8 @@ class GpuRun(Run):
 
     def _capture(self) -> CapturedGraph:
         assert self.gpus is not None
+        if self.main is None:
+            self.main = self.gpus.take_stream(self._index(0), state.current().driver)
         captured = None
         results: list[Any] = []
         failed: tuple[int, BaseException] | None = None
@@ -145,7 +147,7 @@ class GpuRun(Run):
         if failed is not None:
             self.fail(*failed)
             raise failed[1]
-        return CapturedGraph(self, captured, results)
+        return CapturedGraph(self.gpus, self.main, captured, results)
 
     def _step_as(self, pe: int) -> Any:
         """The step of `pe`, as that PE, by the calling thread."""
@@ -176,12 +178,11 @@ class GpuRun(Run):
 class CapturedGraph(WorldGraph):
     """The steps of all PEs as one CUDA graph, launched by PE 0's thread."""
 
-    def __init__(self, run: GpuRun, captured: Any, results: list[Any]) -> None:
-        assert run.gpus is not None
-        self._run, self._gpus, self._captured, self._results = run, run.gpus, captured, results
+    def __init__(self, gpus: Gpus, main: Any, captured: Any, results: list[Any]) -> None:
+        self._gpus, self._main, self._captured, self._results = gpus, main, captured, results
         self.cuda_graph: torch.cuda.CUDAGraph | None = captured.graph
-        self._ready = [run.gpus.new_event() for _ in results]
-        self._done = run.gpus.new_event()
+        self._ready = [gpus.new_event() for _ in results]
+        self._done = gpus.new_event()
 
     def replay(self) -> Any:
         """See `WorldGraph`."""
@@ -191,10 +192,10 @@ class CapturedGraph(WorldGraph):
         here.meet(_REPLAY)
         if here.pe == 0:
             for event in self._ready:
-                self._run.main.wait_event(event)
-            with self._gpus.stream(self._run.main):
+                self._main.wait_event(event)
+            with self._gpus.stream(self._main):
                 self._captured.replay()
-            self._done.record(self._run.main)
+            self._done.record(self._main)
         here.meet(f"{_REPLAY}, launched")
         stream.wait_event(self._done)
         return self._results[here.pe]

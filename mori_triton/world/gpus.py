@@ -1,7 +1,9 @@
 """The GPUs of this machine as a world uses them: torch's current device and stream, events, and CUDA graphs.
 
 Streams are the driver's own, not torch's: torch hands out 32 in a circle, so a PE's stream could be one that the
-program uses elsewhere, and a kernel that waits would keep it busy.
+program uses elsewhere, and a kernel that waits would keep it busy. CUDA puts streams on a few hardware queues, 8 unless
+CUDA_DEVICE_MAX_CONNECTIONS says more, by turns; so the streams that were made first are used first, and 8 PEs of a GPU
+have a queue each.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from mori_triton.errors import ArgumentError, StateError
 from mori_triton.host import drivers
 from mori_triton.host.drivers.base import Driver
 
-# by (kind of device, index): streams that no world uses now. They are never destroyed: torch keeps memory by stream
-_idle: dict[tuple[str, int], list[torch.cuda.Stream]] = {}
-_idle_lock = threading.Lock()
+# of each (kind of device, index), in the order in which they were made. Never destroyed: torch keeps memory by stream
+_streams: dict[tuple[str, int], list[torch.cuda.Stream]] = {}
+_in_use: set[torch.cuda.Stream] = set()
+_streams_lock = threading.Lock()
 
 
 def check_available(device: str) -> None:
@@ -50,16 +53,19 @@ class Gpus:
 
     def take_stream(self, index: int, driver: Driver) -> torch.cuda.Stream:
         """A stream of GPU `index` that nobody else uses; give it back, idle, to `give_stream`."""
-        with _idle_lock:
-            streams = _idle.setdefault((self.device, index), [])
-            if streams:
-                return streams.pop()
-        return torch.cuda.ExternalStream(driver.create_stream(), device=torch.device("cuda", index))
+        with _streams_lock:
+            streams = _streams.setdefault((self.device, index), [])
+            stream = next((idle for idle in streams if idle not in _in_use), None)
+            if stream is None:
+                stream = torch.cuda.ExternalStream(driver.create_stream(), device=torch.device("cuda", index))
+                streams.append(stream)
+            _in_use.add(stream)
+        return stream
 
-    def give_stream(self, index: int, stream: torch.cuda.Stream) -> None:
+    def give_stream(self, stream: torch.cuda.Stream) -> None:
         """Let later worlds use it."""
-        with _idle_lock:
-            _idle[self.device, index].append(stream)
+        with _streams_lock:
+            _in_use.remove(stream)
 
     def enter(self, stream: torch.cuda.Stream) -> None:
         """Make a stream and its device the calling thread's current ones."""
