@@ -160,6 +160,29 @@ def test_memory_that_a_step_allocates_belongs_to_the_graph():
     assert world(3).run(program) == [[True, True]] * 3
 
 
+def test_an_old_graph_that_is_garbage_when_the_next_is_captured():
+    def program(pe):
+        x = torch.zeros(4, device="cuda")
+        loop = []
+
+        def step():
+            # enough new objects for a collection in the middle of the capture
+            kept = [[i] for i in range(5000)]
+            return x.add_(len(kept))
+
+        step()
+        for _ in range(4):
+            # only the collector frees it
+            loop = [mori.current_world().graph(step)]
+            loop.append(loop)
+        loop[0].replay()
+        return x.tolist()
+
+    assert gc.isenabled()
+    assert world(2).run(program) == [[10000.0] * 4] * 2
+    assert gc.isenabled()
+
+
 def test_one_thread_may_replay_the_graph():
     """As a benchmark does: PE 0 launches, the others wait on the host."""
 

@@ -9,6 +9,7 @@ have a queue each.
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -94,7 +95,7 @@ class Gpus:
     def capture(self, main: torch.cuda.Stream, streams: Sequence[torch.cuda.Stream]) -> Iterator[Captured]:
         """Capture what the block does on `main`, and on `streams` once they wait for an event of `main`."""
         captured = Captured(torch.cuda.CUDAGraph())
-        with torch.cuda.device(main.device), contextlib.ExitStack() as stack:
+        with _no_garbage(), torch.cuda.device(main.device), contextlib.ExitStack() as stack:
             # other threads wait meanwhile, and what they do in the background must not spoil the capture
             stack.enter_context(torch.cuda.graph(captured.graph, stream=main, capture_error_mode="thread_local"))
             # torch keeps what is allocated meanwhile for the graph, but on the device of `main` only
@@ -113,6 +114,19 @@ class Captured:
     def replay(self) -> None:
         """Launch it on the current stream."""
         self.graph.replay()
+
+
+@contextlib.contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Collect now, and not in the block: an older CUDA graph that is freed there would spoil a capture."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _refuse_emulator() -> None:
