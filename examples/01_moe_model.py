@@ -1,8 +1,8 @@
 """Mixture-of-experts models whose experts live on different PEs, compared with the same models on one PE.
 
 Two Hugging Face models with random weights read English text that ships with Python. Every PE has its own part of the
-text and its own slice of every layer's experts; tokens travel between PEs through the emulated AMD device, so no GPU is
-needed. Exits with 1 when a logit differs from the unmodified model's by more than 1e-5.
+text and its own slice of every layer's experts; tokens travel between PEs through the memory of the GPUs, where there
+are any, or of the emulated AMD device. Exits with 1 when a logit differs from the unmodified model's by more than 1e-5.
 """
 
 import copy
@@ -23,6 +23,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Qwe
 
 import mori_triton as mori
 from mori_triton import layers
+from mori_triton.errors import ArgumentError
 
 LIMIT = 1e-5  # logits are about 1
 MOST_WORDS = 256
@@ -46,11 +47,18 @@ def read_texts(pes: int, seed: int) -> list[torch.Tensor]:
     return [torch.tensor([[zlib.crc32(word.encode()) % SHAPE["vocab_size"] for word in text]]) for text in words]
 
 
+def torch_device(world: mori.LocalWorld) -> str:
+    """Where a PE's tensors are: "cuda" is the calling PE's GPU, of any vendor."""
+    return "cpu" if world.device == "cpu" else "cuda"
+
+
 def expert_kib(model: PreTrainedModel) -> float:
     return sum(weights.numel() * 4 for name, weights in model.named_parameters() if ".experts." in name) / 1024
 
 
-def run_spread(model: PreTrainedModel, texts: list[torch.Tensor], arch: str) -> tuple[list[tuple], Traffic]:
+def run_spread(
+    model: PreTrainedModel, texts: list[torch.Tensor], world: mori.LocalWorld
+) -> tuple[list[tuple], Traffic]:
     """Each PE's (logits of its text, KiB of expert weights), with the experts spread over as many PEs as texts."""
     calls: list[layers.LayerTraffic] = []
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -62,12 +70,13 @@ def run_spread(model: PreTrainedModel, texts: list[torch.Tensor], arch: str) -> 
             progress.advance(task)
 
         def program(pe: int) -> tuple[torch.Tensor, float]:
-            mine = copy.deepcopy(model)
+            # to this PE's own GPU, if there are several
+            mine = copy.deepcopy(model).to(torch_device(world))
             mine.set_experts_implementation("mori_ep")
             with torch.no_grad(), layers.shared_ops(), layers.watch_traffic(mine, on_layer):
-                return mine(texts[pe]).logits, expert_kib(mine)
+                return mine(texts[pe].to(mine.device)).logits.cpu(), expert_kib(mine)
 
-        results = mori.local_world(len(texts), device="cpu", arch=arch, timeout_s=100.0).run(program)
+        results = world.run(program)
     calls.sort(key=lambda call: (call.layer, call.pe))
     return results, [calls[start : start + len(texts)] for start in range(0, len(calls), len(texts))]
 
@@ -109,28 +118,35 @@ def save_plot(path: Path, runs: dict[str, Traffic]) -> None:
 
 @app.command(help=__doc__)
 def main(
-    device: Annotated[str, typer.Option(help="Where PEs run: cpu (the emulated AMD device).")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="Where PEs run: cpu (the emulated AMD device), cuda, hip or auto.")
+    ] = "auto",
     pes: Annotated[int, typer.Option(help="How many PEs share the experts: 1, 2, 4 or 8.")] = 4,
-    arch: Annotated[str, typer.Option(help="The AMD target to emulate.")] = "gfx1201",
+    arch: Annotated[
+        str | None, typer.Option(help="The AMD target to emulate, gfx1201 for example; not on a GPU.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Fixes the weights and picks the texts.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="Save a picture of the traffic here (extra: plot).")] = None,
 ) -> None:
-    if device != "cpu":
-        raise typer.BadParameter(f"{device!r} is not supported yet, only 'cpu' is", param_hint="--device")
     if pes not in (1, 2, 4, 8):
         raise typer.BadParameter(f"8 and 16 experts cannot be divided among {pes} PEs", param_hint="--pes")
+    try:
+        world = mori.local_world(pes, device=device, arch=arch, timeout_s=100.0)
+    except ArgumentError as error:
+        raise typer.BadParameter(str(error)) from None
     texts = read_texts(pes, seed)
     words = ", ".join(str(text.numel()) for text in texts)
-    console.print(f"{pes} PEs on the emulated {arch} read {words} words of English\n")
+    place = f"the emulated {world.arch}" if world.device == "cpu" else torch.cuda.get_device_name()
+    console.print(f"{pes} PEs on {place} read {words} words of English\n")
     runs: dict[str, Traffic] = {}
     worst = 0.0
     for model_class, config in MODELS:
         torch.manual_seed(seed)
-        model = model_class(copy.deepcopy(config)).eval()
+        model = model_class(copy.deepcopy(config)).eval().to(torch_device(world))
         with torch.no_grad():
-            wanted = [model(text).logits for text in texts]
+            wanted = [model(text.to(model.device)).logits.cpu() for text in texts]
         started = time.perf_counter()
-        results, traffic = run_spread(model, texts, arch)
+        results, traffic = run_spread(model, texts, world)
         seconds = time.perf_counter() - started
         difference = max(float((a - b).abs().max()) for a, (b, _) in zip(wanted, results, strict=True))
         verdict = "[green]equal[/]" if difference <= LIMIT else "[bold red]DIFFERENT[/]"

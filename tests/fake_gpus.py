@@ -158,7 +158,7 @@ class FakeGpus:
         self.driver.hold()
         self.made.append(self)
 
-    def open_driver(self, index: int) -> FakeDriver:
+    def open_driver(self, index: int, heap_mode: str) -> FakeDriver:
         return FakeDriver(self, index)
 
     def take_stream(self, index: int, driver: FakeDriver) -> FakeStream:

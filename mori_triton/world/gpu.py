@@ -61,7 +61,7 @@ class GpuRun(Run):
     def enter(self, pe: int) -> Driver:
         """See `Run`."""
         assert self.gpus is not None
-        driver = self.gpus.open_driver(self._index(pe))
+        driver = self.gpus.open_driver(self._index(pe), self.settings.heap_mode)
         driver.set_current()
         self.streams[pe] = self.gpus.take_stream(self._index(pe), driver)
         self.gpus.enter(self.streams[pe])

@@ -48,9 +48,9 @@ class Gpus:
     def close(self) -> None:
         """After the last use."""
 
-    def open_driver(self, index: int) -> Driver:
+    def open_driver(self, index: int, heap_mode: str) -> Driver:
         """A driver of GPU `index`."""
-        return drivers.open_driver(self.device, index)
+        return drivers.open_driver(self.device, index, heap_mode=heap_mode)
 
     def take_stream(self, index: int, driver: Driver) -> torch.cuda.Stream:
         """A stream of GPU `index` that nobody else uses; give it back, idle, to `give_stream`."""

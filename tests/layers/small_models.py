@@ -44,15 +44,15 @@ def tokens(*shape: int) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def world(num_pes: int, **options: Any) -> mori.LocalWorld:
-    return mori.local_world(num_pes, device="cpu", heap_size="16M", timeout_s=60.0, **options)
+def world(num_pes: int, device: str = "cpu", **options: Any) -> mori.LocalWorld:
+    return mori.local_world(num_pes, device=device, heap_size="16M", timeout_s=60.0, **options)
 
 
 def forward(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """This PE's logits; with no tokens it only serves the others."""
     if ids.numel() == 0:
         layers.forward_idle(model)
-        return torch.empty(*ids.shape, VOCABULARY)
+        return torch.empty(*ids.shape, VOCABULARY, device=model.device)
     return model(ids).logits
 
 
@@ -61,11 +61,13 @@ def spread(
 ) -> list[tuple]:
     """Run `model` on one part per PE: (logits, what `after(pe, model)` returns) of each PE. `options` of the world."""
 
+    where = world(len(parts), **options)
+
     def program(pe: int) -> tuple[torch.Tensor, Any]:
-        mine = copy.deepcopy(model)
+        mine = copy.deepcopy(model).to("cpu" if where.device == "cpu" else "cuda")
         mine.set_experts_implementation("mori_ep")
         with torch.no_grad(), layers.shared_ops():
-            logits = forward(mine, parts[pe])
+            logits = forward(mine, parts[pe].to(mine.device))
             return logits, after(pe, mine)
 
-    return world(len(parts), **options).run(program)
+    return where.run(program)

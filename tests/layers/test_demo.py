@@ -23,7 +23,9 @@ def demo():
 
 def test_equal_logits_and_a_picture(demo, tmp_path):
     with demo.console.capture() as captured:
-        result = CliRunner().invoke(demo.app, ["--pes", "2", "--plot", str(tmp_path / "traffic.png")])
+        result = CliRunner().invoke(
+            demo.app, ["--device", "cpu", "--pes", "2", "--plot", str(tmp_path / "traffic.png")]
+        )
     assert result.exit_code == 0, result.exception
     text = captured.get()
     for name in ("Qwen3MoeForCausalLM", "MixtralForCausalLM"):
@@ -38,14 +40,19 @@ def test_a_difference_is_an_exit_status(demo, monkeypatch):
     # each expert's output off by 1 %
     monkeypatch.setattr("mori_triton.layers.experts.local_experts", lambda *given: honest(*given) * 1.01)
     with demo.console.capture() as captured:
-        result = CliRunner().invoke(demo.app, ["--pes", "2"])
+        result = CliRunner().invoke(demo.app, ["--device", "cpu", "--pes", "2"])
     assert result.exit_code == 1
     assert captured.get().count("DIFFERENT") == 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--device", "cuda"], "'cuda' is not supported yet"), (["--pes", "3"], "cannot be divided among 3 PEs")],
+    [
+        (["--device", "tpu"], "device: want"),
+        (["--device", "cuda", "--arch", "gfx942"], 'arch: want None on "cuda"'),
+        (["--arch", "gfx90a"], "arch: want gfx942"),
+        (["--pes", "3"], "cannot be divided among 3 PEs"),
+    ],
 )
 def test_options_that_cannot_be(demo, arguments, message):
     result = CliRunner().invoke(demo.app, arguments, env={"COLUMNS": "200"})
