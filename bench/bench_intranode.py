@@ -56,6 +56,8 @@ def main(
     """Measure dispatch and combine; print tables; write each measurement and a plot to `out`."""
     for name in dtype.split(","):
         require(name in DTYPES, "dtype", " or ".join(DTYPES), name)
+    for num_pes in (pes, *numbers(worlds)):
+        require(experts % num_pes == 0, "experts", f"a multiple of {num_pes} PEs", experts)
     where = torch.device(device)
     results = Results("intranode", out, environment(commit, device))
     resolution = clock.resolution_ns(where)
@@ -65,7 +67,6 @@ def main(
     say(f"{results.environment['gpu'] or 'emulated device'}; stamps in steps of {resolution:.0f} ns")
 
     def problem(num_pes: int, num_tokens: int, dtype: str, kernel_type: str) -> Problem:
-        require(experts % num_pes == 0, "experts", f"a multiple of {num_pes} PEs", experts)
         return Problem(num_pes, num_tokens, hidden, topk, experts, dtype, kernel_type, seed)
 
     for num_tokens in numbers(tokens):

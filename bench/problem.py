@@ -190,8 +190,9 @@ def check_combine(problem: Problem, mine: Inputs, out: torch.Tensor) -> None:
 
     Raises: AssertionError that names the first wrong element.
     """
-    for start in range(0, len(mine.indices), _CHUNK_ROWS):
-        part = slice(start, start + _CHUNK_ROWS)
+    num_tokens = len(mine.indices)
+    for start in range(0, num_tokens, _CHUNK_ROWS):
+        part = slice(start, min(start + _CHUNK_ROWS, num_tokens))
         tokens, owners = mine.tokens[part], mine.indices[part].long() // problem.experts_per_pe
         want = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
         for k in range(problem.top_k):
@@ -213,7 +214,7 @@ def check_summed(
         from_me = ((theirs >= pe * most) & (theirs < (pe + 1) * most)).nonzero()[:, 0]
         slot_of[other, (theirs[from_me].long() - pe * most).to(out.device)] = from_me.to(out.device)
     for start in range(0, num_tokens, _CHUNK_ROWS):
-        part = slice(start, start + _CHUNK_ROWS)
+        part = slice(start, min(start + _CHUNK_ROWS, num_tokens))
         owners = mine.indices[part].long() // problem.experts_per_pe
         want = torch.zeros(out[part].shape, dtype=torch.float32, device=out.device)
         for k in range(problem.top_k):
