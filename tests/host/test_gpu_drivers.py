@@ -1,0 +1,452 @@
+"""`CudaDriver` and `HipDriver` on doubles of their libraries: which calls, in which order, with which values; what is
+left over; what errors say. What a GPU does with them is in test_cuda_driver_gpu1.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import threading
+import weakref
+
+import pytest
+import torch
+
+from mori_triton.errors import ArgumentError, DriverError, StateError
+from mori_triton.host.bootstrap.threads import ThreadGroup
+from mori_triton.host.drivers import MemoryKind, cuda_api, dlpack, hip_api
+from mori_triton.host.drivers.cuda import CudaDriver
+from mori_triton.host.heap import SymmetricHeap
+from tests.host.fake_gpu import INVALID, OUT_OF_MEMORY, FakeGpus, fake_driver
+from tests.host.worlds import run_threads
+
+pytestmark = pytest.mark.cpu
+
+MB = 1 << 20
+
+
+@pytest.fixture(params=["cuda", "hip"])
+def kind(request):
+    return request.param
+
+
+def elsewhere(handle: bytes) -> bytes:
+    """A handle as a peer in another process would have made it."""
+    return json.dumps(json.loads(handle) | {"process": "another"}).encode()
+
+
+def closed(driver, gpus) -> dict:
+    driver.close()
+    del driver
+    gc.collect()
+    return gpus.left()
+
+
+def test_alloc_write_read_copy_free(kind):
+    driver, gpus = fake_driver(kind)
+    for memory in MemoryKind:
+        address = driver.alloc(1000, kind=memory)
+        assert driver.read(address, 1000) == bytes(1000)
+        driver.write(address + 10, b"\0some\xff")
+        driver.memset(address, 0x5A, 10)
+        driver.copy(address + 500, address + 8, 9)
+        assert driver.read(address + 499, 11) == b"\0\x5a\x5a\0some\xff\0\0"
+        driver.free(address)
+        assert not any(gpus.memory.values())
+    for bad in ({"num_bytes": 0}, {"num_bytes": -1}, {"num_bytes": 8, "alignment": 3}):
+        with pytest.raises(ArgumentError):
+            driver.alloc(**bad)
+    with pytest.raises(ArgumentError, match="FINE_GRAINED"):
+        driver.alloc(8, kind=MemoryKind.FINE_GRAINED, exportable=True)
+    with pytest.raises(ArgumentError, match="value: want 0 to 255"):
+        driver.memset(address, 256, 1)
+    for call in (driver.free, driver.export_handle):
+        with pytest.raises(DriverError, match="not an allocation"):
+            call(address)
+    assert closed(driver, gpus) == {}
+
+
+def test_what_kinds_of_memory_are():
+    driver, gpus = fake_driver("cuda")
+    driver.alloc(64, kind=MemoryKind.UNCACHED)
+    driver.alloc(64, kind=MemoryKind.FINE_GRAINED)
+    assert gpus.of("mem_alloc") == [("out", 64)]
+    assert gpus.of("host_alloc") == [("out", 64, cuda_api.MEMHOSTALLOC_PORTABLE | cuda_api.MEMHOSTALLOC_DEVICEMAP)]
+    driver, gpus = fake_driver("hip")
+    driver.alloc(64, kind=MemoryKind.CACHED)
+    driver.alloc(64, kind=MemoryKind.UNCACHED)
+    driver.alloc(64, kind=MemoryKind.FINE_GRAINED)
+    assert gpus.of("mem_alloc") == [("out", 64)]
+    assert gpus.of("mem_alloc_flags") == [("out", 64, 3)]
+    assert gpus.of("host_alloc") == [("out", 64, 0x40000003)]
+    assert driver.ticks_per_second == 100_000_000
+
+
+def test_copies_are_done_when_they_return(kind, monkeypatch):
+    """On the stream that torch has for the calling thread, and no other is waited for."""
+    driver, gpus = fake_driver(kind)
+    address = driver.alloc(64)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: type("Stream", (), {"cuda_stream": 7 + index}))
+    gpus.calls.clear()
+    driver.write(address, b"abc")
+    driver.read(address, 3)
+    driver.memset(address, 0, 3)
+    driver.copy(address, address + 8, 3)
+    assert gpus.keys() == ["memcpy", "stream_synchronize"] * 2 + ["memset", "stream_synchronize"] + [
+        "memcpy",
+        "stream_synchronize",
+    ]
+    assert {call[-1] for call in gpus.of("memcpy") + gpus.of("memset")} == {7}
+    assert set(gpus.of("stream_synchronize")) == {(7,)}
+    if kind == "hip":
+        assert {call[3] for call in gpus.of("memcpy")} == {hip_api.MEMCPY_DEFAULT}
+
+
+def test_the_current_device_is_put_back(kind):
+    gpus = FakeGpus((cuda_api if kind == "cuda" else hip_api).FUNCTIONS)
+    first, _ = fake_driver(kind, 0, gpus=gpus)
+    second, _ = fake_driver(kind, 1, gpus=gpus)
+    me = threading.get_ident()
+    first.set_current()
+    address = second.alloc(64)
+    assert gpus.current[me] == [0]
+    gpus.fail["memset"] = INVALID
+    with pytest.raises(DriverError):
+        second.memset(address, 0, 64)
+    assert gpus.current[me] == [0]
+    second.set_current()
+    # another thread, where nothing has been made current yet
+    run_threads(1, lambda pe: second.free(address))
+    assert gpus.current[me] == [1]
+
+
+def test_errors_carry_the_librarys_text(kind):
+    driver, gpus = fake_driver(kind)
+    symbol = "cuMemAlloc_v2" if kind == "cuda" else "hipMalloc"
+    text = rf"^{symbol} \({1 << 60} bytes on {kind}:0\): ERROR_OUT_OF_MEMORY: out of memory$"
+    with pytest.raises(DriverError, match=text):
+        driver.alloc(1 << 60)
+    # torch would take a forgotten error for its own
+    assert kind == "cuda" or gpus.last_error == 0
+    with pytest.raises(DriverError, match=r"global variable 'gone' on .*named symbol not found"):
+        driver.module_global(5, "gone")
+    # what has been allocated before the failure is given back
+    gpus.fail["memset"] = OUT_OF_MEMORY
+    with pytest.raises(DriverError, match="4096 bytes at 0x"):
+        driver.alloc(4096)
+    assert not any(gpus.memory.values())
+
+
+def test_no_such_gpu(kind):
+    with pytest.raises(DriverError, match=rf"{kind}:2"):
+        fake_driver(kind, 2)
+    with pytest.raises(DriverError, match="has no function"):
+        fake_driver(kind, gpus=FakeGpus({}))
+
+
+def test_hip_before_6_is_refused():
+    with pytest.raises(DriverError, match=r"this is HIP 5\.7; want 6\.0 or newer"):
+        fake_driver("hip", gpus=FakeGpus(hip_api.FUNCTIONS, version=50_731_921))
+
+
+def test_failures_of_giving_back_are_told(kind):
+    driver, gpus = fake_driver(kind)
+    one, two = driver.alloc(64), driver.alloc(64)
+    gpus.fail["mem_free"] = INVALID
+    with pytest.raises(DriverError, match=rf"{one:#x} on {kind}:0.*invalid argument"):
+        driver.free(one)
+    with pytest.raises(DriverError, match=f"{two:#x}"):
+        driver.close()
+    # told once
+    driver.close()
+    with pytest.raises(StateError, match="closed"):
+        driver.alloc(64)
+
+
+def test_views_keep_their_memory(kind):
+    driver, gpus = fake_driver(kind)
+    address = driver.alloc(64, kind=MemoryKind.FINE_GRAINED)
+    view = driver.host_view(address + 8, 16)
+    driver.write(address + 8, b"0123")
+    assert bytes(view[:5]) == b"0123\0"
+    view[1] = 7
+    assert driver.read(address + 8, 3) == b"0\x072"
+    with pytest.raises(DriverError, match="not inside one allocation"):
+        driver.host_view(address + 60, 8)
+    # the view needs no context of its own, but giving its memory back does
+    assert set(closed(driver, gpus)) == ({"host", "contexts"} if kind == "cuda" else {"host"})
+    assert view[0] == ord("0")
+    del view
+    assert gpus.left() == {}
+
+
+def test_tensors_keep_their_memory(kind, monkeypatch):
+    """By dlpack on the CPU, whose memory the doubles' memory is."""
+    driver, gpus = fake_driver(kind)
+    monkeypatch.setattr(type(driver), "dlpack_device", dlpack.CPU)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    address = driver.alloc(96)
+    driver.write(address, bytes(range(96)))
+    for dtype in (torch.uint8, torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int64):
+        tensor = driver.tensor(address + 16, (2, 16 // dtype.itemsize), dtype)
+        assert (tensor.data_ptr(), tensor.dtype, tensor.is_contiguous()) == (address + 16, dtype, True)
+        assert tensor.view(torch.uint8).flatten().tolist() == list(range(16, 48))
+    del tensor
+    assert driver.tensor(address, (), torch.int32).shape == ()
+    with pytest.raises(DriverError, match="not inside one allocation"):
+        driver.tensor(address, (25,), torch.float32)
+    row = driver.tensor(address, (4, 6), torch.float32)[2]
+    driver.free(address)
+    assert gpus.memory["device"]
+    row.fill_(3)
+    row = row.t()
+    assert gpus.memory["device"]
+    driver.close()
+    del row
+    assert not gpus.memory["device"]
+    assert dlpack._held == {}
+
+
+def test_nothing_is_left_without_close(kind):
+    driver, gpus = fake_driver(kind)
+    driver.alloc(64, exportable=True)
+    driver.alloc(64, kind=MemoryKind.FINE_GRAINED)
+    # by reference counts alone
+    gc.disable()
+    try:
+        gone = weakref.ref(driver)
+        del driver
+        assert gone() is None
+        assert gpus.left() == {}
+    finally:
+        gc.enable()
+
+
+def test_k8_handles_of_slices(kind):
+    """IPC opens the whole allocation, wherever the address points: the driver adds the offset."""
+    owner, gpus = fake_driver(kind)
+    peer, _ = fake_driver(kind, gpus=gpus)
+    base = owner.alloc(100, exportable=True)
+    # nobody else's memory is in what the handle stands for
+    assert gpus.memory["device"][base] == 2 * MB
+    handles = [owner.export_handle(base + offset) for offset in (0, 16, 99)]
+    assert [peer.import_handle(handle) - base for handle in handles] == [0, 16, 99]
+    for handle in handles:
+        peer.close_import(base + json.loads(handle)["offset"])
+    foreign = [elsewhere(handle) for handle in handles]
+    assert [peer.import_handle(handle) - base for handle in foreign] == [0, 16, 99]
+    assert gpus.opened[base] == 3
+    assert [call[2] for call in gpus.of("ipc_open")] == [cuda_api.IPC_MEM_LAZY_ENABLE_PEER_ACCESS] * 3
+    assert peer.import_handle(foreign[0]) == base
+    for address in (base, base, base + 16, base + 99):
+        peer.close_import(address)
+    with pytest.raises(DriverError, match="not imported"):
+        peer.close_import(base)
+    assert gpus.opened[base] == 0
+    peer.close()
+    del peer
+    assert set(closed(owner, gpus)) <= {"contexts"}
+
+
+def test_import_within_the_process(kind):
+    owner, gpus = fake_driver(kind, 0)
+    peer, _ = fake_driver(kind, 1, gpus=gpus)
+    base = owner.alloc(64, exportable=True)
+    handle = owner.export_handle(base)
+    assert peer.import_handle(handle) == peer.import_handle(handle) == base
+    assert not gpus.of("ipc_open")
+    # each device is made to reach the other's memory once, and it is no error that it does already
+    assert gpus.access == ({(1, 0xC0000 + 10)} if kind == "cuda" else {(1, 0)})
+    assert len(gpus.of("enable_peer_access")) == 2
+    assert kind == "cuda" or gpus.last_error == 0
+    peer.close_import(base)
+    owner.free(base)
+    # the peer holds it still
+    assert base in gpus.memory["device"]
+    peer.close_import(base)
+    assert not gpus.memory["device"]
+    with pytest.raises(DriverError, match="its owner in this process has freed it"):
+        peer.import_handle(handle)
+    gpus.fail["enable_peer_access"] = INVALID
+    again = owner.export_handle(owner.alloc(64, exportable=True))
+    with pytest.raises(DriverError, match=r"EnablePeerAccess .*invalid argument"):
+        peer.import_handle(again)
+
+
+def test_no_peer_access(kind):
+    gpus = FakeGpus((cuda_api if kind == "cuda" else hip_api).FUNCTIONS, peers=False)
+    owner, _ = fake_driver(kind, 0, gpus=gpus)
+    peer, _ = fake_driver(kind, 1, gpus=gpus)
+    with pytest.raises(
+        DriverError, match=rf"{kind}:1 cannot load from and store to memory of {kind}:0: no peer access"
+    ):
+        peer.import_handle(owner.export_handle(owner.alloc(64, exportable=True)))
+    same, _ = fake_driver(kind, 0, gpus=gpus)
+    assert same.import_handle(owner.export_handle(owner.alloc(64, exportable=True)))
+
+
+def test_devices_of_two_kinds_do_not_mix():
+    owner, _ = fake_driver("cuda")
+    peer, _ = fake_driver("hip")
+    with pytest.raises(DriverError, match="import of memory of a cuda device by hip:0"):
+        peer.import_handle(owner.export_handle(owner.alloc(64, exportable=True)))
+
+
+@pytest.mark.parametrize("version", [70_051_831, 70_100_000])
+def test_mappings(kind, version):
+    gpus = FakeGpus((cuda_api if kind == "cuda" else hip_api).FUNCTIONS, version=version)
+    owner, _ = fake_driver(kind, 0, gpus=gpus, heap_mode="vmm")
+    peer, _ = fake_driver(kind, 1, gpus=gpus, heap_mode="vmm")
+    base = owner.alloc(3 * MB, kind=MemoryKind.UNCACHED, exportable=True)
+    allocation = cuda_api.MEM_ALLOCATION_TYPE_PINNED if kind == "cuda" else hip_api.MEM_ALLOCATION_TYPE_UNCACHED
+    assert list(gpus.memory["handles"].values()) == [(4 * MB, allocation, 1, 0)]
+    assert (base, 0, 3) in gpus.access
+    assert owner.read(base, 3 * MB) == bytes(3 * MB)
+    # what is not for peers is plain memory
+    plain = owner.alloc(64)
+    assert plain in gpus.memory["device"]
+    handle = owner.export_handle(base + 256)
+    # a thread of this process: the same address, which its device is let into
+    assert peer.import_handle(handle) == base + 256
+    assert (base, 1, 3) in gpus.access
+    peer.close_import(base + 256)
+    # another process: the descriptor is handed over, as often as it is asked for
+    first, second = peer.import_handle(elsewhere(handle)), peer.import_handle(elsewhere(handle))
+    assert first != second
+    by_value = kind == "cuda" or version >= 70_100_000
+    assert all((argument < 1 << 16) == by_value for _, argument, _ in gpus.of("map_import"))
+    assert {(first - 256, 1, 3), (second - 256, 1, 3)} <= gpus.access
+    owner.end_export(base)
+    owner.end_export(base)
+    with pytest.raises(DriverError, match="its process has ended"):
+        peer.import_handle(elsewhere(handle))
+    peer.close_import(first)
+    gpus.calls.clear()
+    peer.close_import(second)
+    assert gpus.keys() == ["synchronize", "unmap", "map_unreserve", "map_release"]
+    owner.free(base)
+    owner.free(plain)
+    assert not any(gpus.memory.values())
+
+
+@pytest.mark.parametrize("step", ["map_granularity", "map_create", "map_reserve", "map", "map_access", "memset"])
+def test_a_mapping_that_fails_leaves_nothing(kind, step):
+    driver, gpus = fake_driver(kind, heap_mode="vmm")
+    gpus.fail[step] = INVALID
+    with pytest.raises(DriverError, match="invalid argument"):
+        driver.alloc(64, exportable=True)
+    assert not any(gpus.memory.values())
+
+
+def test_a_descriptor_of_a_driver_that_closes(kind):
+    driver, gpus = fake_driver(kind, heap_mode="vmm")
+    driver.export_handle(driver.alloc(64, exportable=True))
+    driver.export_handle(driver.alloc(64, exportable=True))
+    before = threading.active_count()
+    driver.close()
+    assert threading.active_count() == before - 2
+    assert not any(gpus.memory.values())
+
+
+def test_streams_events_and_graphs(kind):
+    driver, gpus = fake_driver(kind)
+    gpus.calls.clear()
+    stream, event = driver.create_stream(), driver.create_event()
+    driver.record_event(event, 0)
+    driver.wait_event(stream, event)
+    driver.begin_capture(stream)
+    graph = driver.end_capture(stream)
+    driver.launch_graph(graph, stream)
+    driver.stream_synchronize(stream)
+    driver.synchronize()
+    assert [call for call in gpus.calls if call[0] in set(gpus.keys())] == [
+        ("stream_create", "out", 1),
+        ("event_create", "out", 2),
+        ("event_record", event, None),
+        ("stream_wait_event", stream, event, 0),
+        ("capture_begin", stream, 1),
+        ("capture_end", stream, "out"),
+        ("graph_instantiate", "out", graph - 1, 0),
+        ("graph_destroy", graph - 1),
+        ("graph_launch", graph, stream),
+        ("stream_synchronize", stream),
+        ("synchronize",),
+    ]
+    driver.destroy_graph(graph)
+    driver.destroy_event(event)
+    driver.destroy_stream(stream)
+    assert not any(gpus.others.values())
+    gpus.fail["graph_instantiate"] = INVALID
+    driver.begin_capture(0)
+    with pytest.raises(DriverError):
+        driver.end_capture(0)
+    assert not any(gpus.others.values())
+
+
+def test_module_global(kind):
+    driver, gpus = fake_driver(kind)
+    gpus.globals[b"mori_shmem_context"] = 0x7000
+    assert driver.module_global(0xABC0, "mori_shmem_context") == (0x7000, 8)
+    assert gpus.of("module_global") == [("out", "out", 0xABC0, b"mori_shmem_context")]
+    with pytest.raises(ArgumentError, match="object"):
+        driver.module_global(object(), "x")
+
+
+@pytest.mark.parametrize("heap_mode", ["static_heap", "vmm"])
+def test_a_heap_on_a_gpu(kind, heap_mode, monkeypatch):
+    """The heap and its tables, all PEs threads of this process; nothing is left when it is closed."""
+    gpus = FakeGpus((cuda_api if kind == "cuda" else hip_api).FUNCTIONS)
+    group = ThreadGroup(3, timeout_s=5)
+
+    def program(pe):
+        driver, _ = fake_driver(kind, pe % 2, gpus=gpus, heap_mode=heap_mode)
+        heap = SymmetricHeap(driver, group.bootstrap(pe), 5 * MB)
+        address = heap.malloc(64)
+        driver.write(address, bytes([pe] * 64))
+        heap.bootstrap.barrier()
+        seen = [driver.read(heap.peer_address(address, peer), 1)[0] for peer in range(3)]
+        raw = driver.read(heap.ctx_address, 128)
+        errors = int.from_bytes(raw[48:56], "little")
+        assert errors in gpus.memory["host"]
+        heap.bootstrap.barrier()
+        # kernels write there, and the host sees it without a call of the library
+        before = len(gpus.calls)
+        pending = [heap.errors_pending()]
+        ctypes.c_uint64.from_address(errors).value = 1
+        pending.append(heap.errors_pending())
+        records = heap.take_errors()
+        pending.append(heap.errors_pending())
+        assert len(gpus.calls) == before
+        heap.bootstrap.barrier()
+        heap.close()
+        driver.close()
+        return seen, pending, records
+
+    for seen, pending, records in run_threads(3, program):
+        assert seen == [0, 1, 2]
+        assert pending == [False, True, False]
+        assert records == ([], 1)
+    gc.collect()
+    assert gpus.left() == {}
+
+
+def test_errors_of_the_heap_name_each_pe(kind):
+    gpus = FakeGpus((cuda_api if kind == "cuda" else hip_api).FUNCTIONS)
+    group = ThreadGroup(2, timeout_s=5)
+
+    def program(pe):
+        driver, _ = fake_driver(kind, pe, gpus=gpus)
+        with pytest.raises(Exception, match=r"could not be set up \(PE 0: .*out of memory; PE 1: .*out of memory\)"):
+            SymmetricHeap(driver, group.bootstrap(pe), 1 << 51)
+        driver.close()
+
+    run_threads(2, program)
+    gc.collect()
+    assert gpus.left() == {}
+
+
+def test_modes():
+    with pytest.raises(ArgumentError, match="heap_mode: want static_heap or vmm, got 'isolation'"):
+        CudaDriver(0, heap_mode="isolation", library=fake_driver("cuda")[0]._gpu.library)
