@@ -15,7 +15,7 @@ from mori_triton.ops.kernels.finish import (
     is_broken,
     signal_last,
 )
-from mori_triton.ops.kernels.rows import as_bits, as_words, program_share, row_offset, sum_rows
+from mori_triton.ops.kernels.rows import as_bits, as_words, peer_table, program_share, row_offset, sum_rows
 
 
 @triton.jit(
@@ -110,20 +110,23 @@ def combine_reduce_kernel(
     """
     if not is_broken(control_ptr):
         dtype: tl.constexpr = out_ptr.dtype.element_ty
+        bases, heap = peer_table(ctx)
         hidden = row_units * (ALIGN // (dtype.primitive_bitwidth // 8))
         first_piece, piece_step, first_token, token_step = program_share(num_tokens, num_pieces)
         for piece in range(first_piece, num_pieces, piece_step):
             offs = piece * BLOCK + tl.arange(0, BLOCK)
             mask = offs < hidden
             for token in range(first_token, num_tokens, token_step):
-                total = sum_rows(ctx, combine_in_ptr, forward_ptr, token, top_k, capacity, hidden, offs, mask, CHUNK)
+                total = sum_rows(
+                    bases, heap, combine_in_ptr, forward_ptr, token, top_k, capacity, hidden, offs, mask, CHUNK
+                )
                 out = as_bits(out_ptr) + row_offset(token, hidden)
                 tl.store(out + offs, total.to(dtype).to(out.dtype.element_ty, bitcast=True), mask=mask)
                 if combine_in_weights_ptr is not None:  # noqa: SIM102 - Triton decides this one while compiling
                     if token % num_pieces == piece:
                         column = tl.arange(0, BLOCK_K)
                         sums = sum_rows(
-                            ctx, combine_in_weights_ptr, forward_ptr, token, top_k, capacity, top_k,
+                            bases, heap, combine_in_weights_ptr, forward_ptr, token, top_k, capacity, top_k,
                             column, column < top_k, CHUNK,
                         )  # fmt: skip
                         tl.store(out_weights_ptr + row_offset(token, top_k) + column, sums, mask=column < top_k)

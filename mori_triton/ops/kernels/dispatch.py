@@ -18,11 +18,14 @@ from mori_triton.ops.kernels.finish import (
 )
 from mori_triton.ops.kernels.rows import (
     as_words,
+    at_peer,
     copy_metadata,
     copy_scales,
     load_targets,
+    peer_table,
     program_share,
     row_offset,
+    split_target,
 )
 
 
@@ -120,6 +123,7 @@ def dispatch_copy_kernel(
 ):
     """Write every routed token to its slots on the peers; the last program tells every peer that all of it is there."""
     if not is_broken(control_ptr):
+        bases, heap = peer_table(ctx)
         row_words = row_units * ((ALIGN + 3) // 4)
         first_piece, piece_step, first_token, token_step = program_share(num_tokens, num_pieces)
         for piece in range(first_piece, num_pieces, piece_step):
@@ -129,25 +133,25 @@ def dispatch_copy_kernel(
                 row = tl.load(as_words(tokens_ptr, ALIGN) + row_offset(token, row_words) + offs, mask=mask)
                 for first in range(0, top_k, CHUNK):
                     targets = load_targets(forward_ptr, token, top_k, first, CHUNK)
-                    # every address before the first store, which could be to the context for all the compiler knows
+                    # every address before the first store, which could be to the table for all the compiler knows
                     rows = ()
                     for j in tl.static_range(CHUNK):
-                        target = tl.maximum(targets[j], 0)
-                        there = as_words(shmem.remote_ptr(ctx, recv_tokens_ptr, target // capacity), ALIGN)
-                        rows += (there + row_offset(target % capacity, row_words),)  # type: ignore[assignment]
+                        pe, slot = split_target(tl.maximum(targets[j], 0), capacity)
+                        there = as_words(at_peer(bases, heap, recv_tokens_ptr, pe), ALIGN)
+                        rows += (there + row_offset(slot, row_words),)  # type: ignore[assignment]
                     for j in tl.static_range(CHUNK):
                         if targets[j] >= 0:
-                            tl.store(rows[j] + offs, row, mask=mask)
+                            tl.store(rows[j] + offs, row, mask=mask, cache_modifier=".cs")
                 # the small rows travel with one of the pieces, not always the same
                 if token % num_pieces == piece:
                     copy_metadata(
-                        ctx, forward_ptr, indices_ptr, weights_ptr,
+                        bases, heap, forward_ptr, indices_ptr, weights_ptr,
                         recv_indices_ptr, recv_weights_ptr, recv_sources_ptr,
                         token, shmem.my_pe(ctx) * max_tokens + token, top_k, capacity, BLOCK_K,
                     )  # fmt: skip
                     if scales_ptr is not None:
                         copy_scales(
-                            ctx, forward_ptr, scales_ptr, recv_scales_ptr,
+                            bases, heap, forward_ptr, scales_ptr, recv_scales_ptr,
                             token, top_k, capacity, scale_units, SCALE_ALIGN, SCALE_BLOCK,
                         )  # fmt: skip
         last = signal_last(ctx, signals_ptr, control_ptr, DISPATCH_ARRIVALS, DISPATCH_EPOCH)

@@ -76,6 +76,8 @@ def finish_dispatch(ctx, signals_ptr, slots_ptr, total_ptr, control_ptr, capacit
         received = 0
         if came != 0:
             asked = tl.load(slots_ptr)
+            # one thread stores 0, below; until then every warp has to have the number
+            tl.debug_barrier()
             received = tl.minimum(asked, capacity)
             if asked > capacity:
                 shmem.report(ctx, shmem.ERROR_OVERFLOW, -1, TAG, slots_ptr, capacity, asked)

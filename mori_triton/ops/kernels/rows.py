@@ -3,7 +3,11 @@
 import triton
 import triton.language as tl
 
-from mori_triton.device import shmem
+from mori_triton import abi
+
+# where the context holds them, in 64-bit words
+_HEAP_BASE = tl.constexpr(abi.CONTEXT_FIELDS["heap_base"].offset // 8)
+_PEER_BASES = tl.constexpr(abi.CONTEXT_FIELDS["peer_bases"].offset // 8)
 
 
 @triton.jit
@@ -23,6 +27,33 @@ def program_share(num_rows, num_pieces):
     lane = tl.program_id(0) // num_pieces
     first_row = tl.where(lane < lanes, lane, num_rows)
     return tl.program_id(0) % num_pieces, tl.minimum(tl.num_programs(0), num_pieces), first_row, lanes
+
+
+@triton.jit
+def peer_table(ctx):
+    """(table of where this PE sees each PE's heap, where its own is), for `at_peer`: loaded once for many rows.
+
+    `shmem.remote_ptr` checks more and would load it again after every store, which could be to the context for all that
+    the compiler knows.
+    """
+    return tl.load(ctx + _PEER_BASES).to(tl.pointer_type(tl.int64)), tl.load(ctx + _HEAP_BASE)
+
+
+@triton.jit
+def at_peer(bases_ptr, heap, ptr, pe):
+    """`ptr`, a region of the op, in the heap of `pe`; elementwise in `pe`. An op reaches every PE, or it is not made."""
+    return (ptr.to(tl.int64) - heap + tl.load(bases_ptr + pe)).to(ptr.dtype)
+
+
+@triton.jit
+def split_target(target, capacity):
+    """(PE, slot) of an entry of `forward` that is not -1: quotient and rest, by a product with the inverse."""
+    # rounded down, so the quotient is at most one too small for any target below 2^31; loop invariant
+    inverse = 0xFFFFFFFF // tl.cast(capacity, tl.uint32)
+    pe = tl.umulhi(target.to(tl.uint32), inverse).to(tl.int32)
+    slot = target - pe * capacity
+    short = slot >= capacity
+    return pe + short.to(tl.int32), tl.where(short, slot - capacity, slot)
 
 
 @triton.jit
@@ -63,7 +94,8 @@ def load_targets(forward_ptr, token, top_k, first, CHUNK: tl.constexpr):
 
 @triton.jit
 def copy_metadata(
-    ctx,
+    bases_ptr,
+    heap,
     forward_ptr,
     indices_ptr,
     weights_ptr,
@@ -83,16 +115,15 @@ def copy_metadata(
     row = row_offset(token, top_k)
     target = tl.load(forward_ptr + row + to, mask=to < top_k, other=-1)
     sent = target >= 0
-    pe = tl.where(sent, target, 0) // capacity
-    slot = tl.where(sent, target, 0) % capacity
+    pe, slot = split_target(tl.maximum(target, 0), capacity)
     mask = sent & (column < top_k)
     there = row_offset(slot, top_k) + column
     # all loads before the first store, which could be to what they read for all that the compiler knows
-    to_indices = shmem.remote_ptr(ctx, recv_indices_ptr, pe) + there
-    to_sources = shmem.remote_ptr(ctx, recv_sources_ptr, pe) + slot
+    to_indices = at_peer(bases_ptr, heap, recv_indices_ptr, pe) + there
+    to_sources = at_peer(bases_ptr, heap, recv_sources_ptr, pe) + slot
     ids = tl.load(indices_ptr + row + column + to * 0, mask=mask)
     if weights_ptr is not None:
-        to_weights = shmem.remote_ptr(ctx, recv_weights_ptr, pe) + there
+        to_weights = at_peer(bases_ptr, heap, recv_weights_ptr, pe) + there
         weights = tl.load(weights_ptr + row + column + to * 0, mask=mask)
         tl.store(to_weights, weights, mask=mask)
     tl.store(to_indices, ids, mask=mask)
@@ -101,7 +132,8 @@ def copy_metadata(
 
 @triton.jit
 def copy_scales(
-    ctx,
+    bases_ptr,
+    heap,
     forward_ptr,
     scales_ptr,
     recv_scales_ptr,
@@ -120,13 +152,14 @@ def copy_scales(
     for k in range(top_k):
         target = tl.load(forward_ptr + row_offset(token, top_k) + k)
         if target >= 0:
-            there = as_words(shmem.remote_ptr(ctx, recv_scales_ptr, target // capacity), SCALE_ALIGN)
-            there += row_offset(target % capacity, scale_words)
+            pe, slot = split_target(target, capacity)
+            there = as_words(at_peer(bases_ptr, heap, recv_scales_ptr, pe), SCALE_ALIGN)
+            there += row_offset(slot, scale_words)
             tl.store(there + offs, scales, mask=offs < scale_words)
 
 
 @triton.jit
-def sum_rows(ctx, rows_ptr, forward_ptr, token, top_k, capacity, row_size, offs, mask, CHUNK: tl.constexpr):
+def sum_rows(bases_ptr, heap, rows_ptr, forward_ptr, token, top_k, capacity, row_size, offs, mask, CHUNK: tl.constexpr):
     """float32 sum, over a token's PEs in the order of its ids, of columns `offs` of the rows that they hold for it.
 
     `rows_ptr`: symmetric [capacity, row_size]. The rows of a chunk are all in flight before the first is added.
@@ -137,11 +170,11 @@ def sum_rows(ctx, rows_ptr, forward_ptr, token, top_k, capacity, row_size, offs,
         targets = load_targets(forward_ptr, token, top_k, first, CHUNK)
         rows = ()
         for j in tl.static_range(CHUNK):
-            target = tl.maximum(targets[j], 0)
-            there = as_bits(shmem.remote_ptr(ctx, rows_ptr, target // capacity))
-            there += row_offset(target % capacity, row_size)
-            rows += (tl.load(there + offs, mask=mask & (targets[j] >= 0), other=0),)  # type: ignore[assignment]
+            pe, slot = split_target(tl.maximum(targets[j], 0), capacity)
+            there = as_bits(at_peer(bases_ptr, heap, rows_ptr, pe)) + row_offset(slot, row_size)
+            rows += (tl.load(there + offs, mask=mask & (targets[j] >= 0)),)  # type: ignore[assignment]
         for j in tl.static_range(CHUNK):
-            # a row that is absent adds 0, which changes no sum that starts at 0
-            total += rows[j].to(dtype, bitcast=True).to(tl.float32)
+            # a branch, across which the loads are not moved to after the first additions
+            if targets[j] >= 0:
+                total += rows[j].to(dtype, bitcast=True).to(tl.float32)
     return total
