@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.cpu
 
@@ -39,14 +40,33 @@ def changed(code: str, diff: str) -> str:
     return code
 
 
-def test_first_example(tmp_path: Path) -> None:
-    code = blocks("python")[0]
-    promised = re.search(r"print\(.*\)  # (.*)", code)
+def without_last_line(code: str) -> str:
+    return code.rstrip().rsplit("\n", 1)[0] + "\n"
+
+
+def check_promise(script: Path, code: str) -> None:
+    """A script prints what the comment on its last line says."""
+    promised = re.search(r"print\(.*\)  # (.*)", code.rstrip().rsplit("\n", 1)[1])
     assert promised
-    process = run(tmp_path / "ring.py", code)
+    process = run(script, code)
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
     assert stdout.strip() == promised[1]
+
+
+def test_first_example(tmp_path: Path) -> None:
+    check_promise(tmp_path / "ring.py", blocks("python")[0])
+
+
+def test_rounds_on_gpus_or_without_one(tmp_path: Path) -> None:
+    check_promise(tmp_path / "rounds.py", without_last_line(blocks("python")[0]) + blocks("python")[1])
+
+
+@pytest.mark.gpu1
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is False")
+def test_first_example_on_a_gpu(tmp_path: Path) -> None:
+    device = "hip" if torch.version.hip else "cuda"
+    check_promise(tmp_path / "ring.py", blocks("python")[0].replace('device="cpu"', f'device="{device}"'))
 
 
 def test_the_bug_is_caught_as_shown(tmp_path: Path) -> None:
@@ -61,7 +81,7 @@ def test_the_bug_is_caught_as_shown(tmp_path: Path) -> None:
 
 
 def test_one_process_per_pe(tmp_path: Path) -> None:
-    code = blocks("python")[0].rstrip().rsplit("\n", 1)[0] + "\n" + blocks("python")[1]
+    code = without_last_line(blocks("python")[0]) + blocks("python")[2]
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     # what torchrun sets
