@@ -221,10 +221,11 @@ def test_preload_is_one_pe_after_the_other_on_idle_devices(fake):
     order.clear()
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("gpus", [0, 1, 2])
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_a_graph_of_chained_rounds(n, device):
-    run = world(n) if device == "cuda" else mori.local_world(n)
+def test_a_graph_of_chained_rounds(n, gpus, monkeypatch):
+    monkeypatch.setattr(FakeGpus, "count", gpus)
+    run = world(n) if gpus else mori.local_world(n)
     assert run.run(ring_of_rounds, n, 5, 2) == [True] * n
 
 

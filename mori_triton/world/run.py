@@ -173,8 +173,10 @@ class Run(ABC):
             bootstrap.close()
             state.unbind()
             _thread.run = None
-            self.leave(pe)
-            self._let_go()
+            try:
+                self.leave(pe)
+            finally:
+                self._let_go()
 
     def _open(self, bootstrap: Bootstrap, driver: Driver) -> None:
         state.bind(state.open_state(bootstrap, driver, self.settings, attach=self._attach, owns_bootstrap=False))
