@@ -1,0 +1,482 @@
+"""`CudaDriver`, and heaps and worlds of processes on it, on one NVIDIA GPU."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from mori_triton import abi
+from mori_triton.device import externs as mori
+from mori_triton.device import shmem
+from mori_triton.device.prepared import prepare
+from mori_triton.errors import DriverError, PeerTimeout
+from mori_triton.host.bootstrap.tcp import new_unique_id
+from mori_triton.host.bootstrap.threads import ThreadGroup
+from mori_triton.host.drivers import CudaDriver, MemoryKind, open_driver
+from mori_triton.host.heap import SymmetricHeap
+
+pytestmark = [
+    pytest.mark.gpu1,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.version.cuda is None,
+        reason="needs an NVIDIA GPU: torch.cuda.is_available() is False",
+    ),
+]
+
+ROOT = Path(__file__).parents[2]
+MB = 1 << 20
+# about a second on a GPU of 2 GHz
+SLEEP_CYCLES = 2_000_000_000
+MODES = pytest.mark.parametrize("heap_mode", ["static_heap", "vmm"])
+
+
+@pytest.fixture
+def driver():
+    made = CudaDriver()
+    yield made
+    made.close()
+
+
+# memory
+
+
+@pytest.mark.parametrize("kind", list(MemoryKind))
+@pytest.mark.parametrize("num_bytes", [1, 1000, 3 * MB])
+def test_memory_is_zeroed_each_time(driver, kind, num_bytes):
+    for _ in range(3):
+        address = driver.alloc(num_bytes, kind=kind)
+        assert address % 256 == 0
+        assert driver.read(address, num_bytes) == bytes(num_bytes)
+        driver.memset(address, 0xAB, num_bytes)
+        driver.free(address)
+
+
+@MODES
+def test_exportable_memory_is_aligned(heap_mode):
+    driver = CudaDriver(heap_mode=heap_mode)
+    for num_bytes in (1, 3 * MB, 64 * MB):
+        address = driver.alloc(num_bytes, exportable=True)
+        assert address % (2 * MB) == 0
+        assert driver.read(address, num_bytes) == bytes(num_bytes)
+        driver.free(address)
+    driver.close()
+
+
+def test_write_read_copy_memset(driver):
+    for kind in MemoryKind:
+        one, two = driver.alloc(4096, kind=kind), driver.alloc(4096, kind=kind)
+        data = bytes(i % 251 for i in range(4096))
+        driver.write(one, data)
+        driver.copy(two + 1, one + 2, 4000)
+        driver.memset(two + 100, 0x7F, 3)
+        assert driver.read(one, 4096) == data
+        expected = bytearray(b"\0" + data[2:4002] + bytes(95))
+        expected[100:103] = b"\x7f" * 3
+        assert driver.read(two, 4096) == bytes(expected)
+
+
+def test_copies_come_after_the_threads_stream_and_before_what_follows(driver):
+    address = driver.alloc(4 * MB)
+    tensor = driver.tensor(address, (MB,), torch.int32)
+    stream, other = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SLEEP_CYCLES // 10)
+        tensor.fill_(7)
+        assert driver.read(address + 4 * MB - 4, 4) == b"\7\0\0\0"
+        torch.cuda._sleep(SLEEP_CYCLES // 10)
+        tensor.fill_(8)
+        driver.memset(address, 1, 4)
+        driver.write(address + 4, b"\2\2\2\2")
+    with torch.cuda.stream(other):
+        assert tensor[:3].tolist() == [0x01010101, 0x02020202, 8]
+
+
+def test_copies_wait_for_no_other_stream(driver):
+    address = driver.alloc(64)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(SLEEP_CYCLES)
+        busy = torch.cuda.Event()
+        busy.record()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        driver.write(address, b"x")
+        assert driver.read(address, 1) == b"x"
+    assert not busy.query()
+    driver.synchronize()
+    assert busy.query()
+
+
+def test_errors_carry_the_drivers_text(driver):
+    with pytest.raises(DriverError, match=r"cuMemAlloc_v2 \(\d+ bytes on cuda:0\): CUDA_ERROR_OUT_OF_MEMORY: out of"):
+        driver.alloc(1 << 45)
+    with pytest.raises(DriverError, match=r"cuMemsetD8Async \(16 bytes at 0x8 on cuda:0\): CUDA_ERROR_INVALID_VALUE"):
+        driver.memset(8, 0, 16)
+    with pytest.raises(DriverError, match=r"cuda:99.*CUDA_ERROR_INVALID_DEVICE"):
+        CudaDriver(99)
+    # the context is as good as before
+    assert driver.read(driver.alloc(8), 8) == bytes(8)
+    assert torch.ones(3, device="cuda").sum().item() == 3
+
+
+# tensors
+
+DTYPES = [
+    torch.uint8, torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2,
+    *([torch.float4_e2m1fn_x2] if hasattr(torch, "float4_e2m1fn_x2") else []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_of_every_type(driver, dtype):
+    data = bytes(i % 2 for i in range(480))
+    address = driver.alloc(512)
+    driver.write(address + 32, data)
+    tensor = driver.tensor(address + 32, (2, 240 // dtype.itemsize), dtype)
+    assert tensor.data_ptr() == address + 32
+    assert (tensor.dtype, tensor.device, tensor.is_contiguous()) == (dtype, torch.device("cuda", 0), True)
+    assert tensor.view(torch.uint8).flatten().cpu().numpy().tobytes() == data
+    tensor.view(torch.uint8).zero_()
+    assert driver.read(address + 32, 480) == bytes(480)
+    empty = driver.tensor(address, (0, 7), dtype)
+    assert (empty.shape, empty.dtype, empty.device) == ((0, 7), dtype, torch.device("cuda", 0))
+
+
+def test_a_tensor_outlives_its_driver():
+    """It is stale, not a crash: it keeps its memory, which goes back with the last view."""
+    driver = CudaDriver()
+    address = driver.alloc(64 * MB, exportable=True)
+    rows = driver.tensor(address, (16 * MB,), torch.float32)
+    row = rows[5:7]
+    del rows
+    driver.close()
+    row.fill_(2).mul_(row)
+    assert row.tolist() == [4.0, 4.0]
+    torch.cuda.synchronize()
+    before = torch.cuda.mem_get_info()[0]
+    del row
+    assert torch.cuda.mem_get_info()[0] - before == 64 * MB
+
+
+def test_a_tensor_of_host_memory(driver):
+    address = driver.alloc(64, kind=MemoryKind.FINE_GRAINED)
+    words, view = driver.tensor(address, (8,), torch.int64), driver.host_view(address, 64).cast("q")
+    view[3] = 42
+    words[4] = words[3] + 1
+    torch.cuda.synchronize()
+    assert list(view) == [0, 0, 0, 42, 43, 0, 0, 0]
+
+
+CYCLES = """
+import gc, sys, torch
+from mori_triton.host.bootstrap.threads import ThreadGroup
+from mori_triton.host.drivers import CudaDriver, MemoryKind
+from mori_triton.host.heap import SymmetricHeap
+
+def cycle(mode):
+    driver = CudaDriver(heap_mode=mode)
+    heap = SymmetricHeap(driver, ThreadGroup(1).bootstrap(0), 64 << 20)
+    tensor = heap.tensor((1000, 1000), torch.bfloat16)
+    tensor.fill_(1)
+    assert heap.ctx.device.type == "cuda"
+    loose = driver.alloc(5 << 20)
+    event, stream = driver.create_event(), driver.create_stream()
+    driver.destroy_event(event)
+    driver.destroy_stream(stream)
+    peer = CudaDriver(heap_mode=mode)
+    assert peer.import_handle(driver.export_handle(heap.base)) == heap.base
+    peer.close()
+    heap.close()
+    driver.close()
+
+free = []
+for _ in range(6):
+    for mode in ("static_heap", "vmm"):
+        cycle(mode)
+    torch.cuda.synchronize()
+    free.append(torch.cuda.mem_get_info()[0])
+assert len(set(free[1:])) == 1, free
+"""
+
+
+def test_nothing_is_lost_from_cycle_to_cycle():
+    """In a process of its own, where nothing else allocates."""
+    done = subprocess.run([sys.executable, "-c", CYCLES], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_driver_may_come_before_torch_is_initialised():
+    program = """
+from mori_triton.host.drivers import CudaDriver
+import sys
+driver = CudaDriver()
+address = driver.alloc(64)
+driver.write(address, bytes([3]) * 64)
+assert "torch" not in sys.modules
+import torch
+assert not torch.cuda.is_initialized()
+assert driver.read(address, 1) == bytes([3])
+tensor = driver.tensor(address, (16,), torch.int32)
+assert (tensor + torch.ones(16, dtype=torch.int32, device="cuda")).eq(0x03030304).all()
+driver.close()
+# still held at the end of the process
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Error" not in done.stderr
+
+
+# host and device at the same time
+
+
+@triton.jit
+def handshake_kernel(words_ptr, out_ptr, LIMIT: tl.constexpr):
+    """Say 1 in word 0, wait for 2 in word 1."""
+    tl.atomic_xchg(words_ptr, 1, sem="release", scope="sys")
+    seen = tl.load(words_ptr + 1, volatile=True)
+    turns = 0
+    while (seen < 2) & (turns < LIMIT):
+        seen = tl.load(words_ptr + 1, volatile=True)
+        turns += 1
+    tl.store(out_ptr, seen)
+
+
+def test_fine_grained_memory_is_shared_while_a_kernel_runs(driver):
+    address = driver.alloc(64, kind=MemoryKind.FINE_GRAINED)
+    words, view = driver.tensor(address, (2,), torch.int64), driver.host_view(address, 16).cast("q")
+    out = torch.full((1,), -1, dtype=torch.int64, device="cuda")
+    for _ in range(3):
+        view[0] = view[1] = 0
+        handshake_kernel[(1,)](words, out, LIMIT=1 << 24)
+        until = time.monotonic() + 20
+        while view[0] != 1 and time.monotonic() < until:
+            pass
+        assert view[0] == 1
+        assert not torch.cuda.current_stream().query(), "the kernel has ended without an answer"
+        view[1] = 2
+        assert out.item() == 2
+
+
+@triton.jit(do_not_specialize=["ctx", "signal_ptr", "value"])
+def wait_kernel(ctx, signal_ptr, value):
+    shmem.wait_ge(ctx, signal_ptr, value, 0, 0)
+
+
+def test_errors_are_seen_while_kernels_run(driver):
+    heap = SymmetricHeap(driver, ThreadGroup(1).bootstrap(0), MB, timeout_s=0.05)
+    signal = heap.tensor((1,), torch.int64, "signal")
+    signal.fill_(6)
+    wait = prepare(wait_kernel, heap.ctx, signal, 7)
+    for _ in range(20):
+        assert not heap.errors_pending()
+        wait((1,), heap.ctx, signal, 7)
+        torch.cuda._sleep(SLEEP_CYCLES // 4)
+        until = time.monotonic() + 20
+        while not heap.errors_pending() and time.monotonic() < until:
+            pass
+        assert not torch.cuda.current_stream().query(), "the host has seen the error only after the kernels' end"
+        with pytest.raises(PeerTimeout, match=r"signal of PE 0, expected >= 7, saw 6"):
+            heap.check_errors()
+        assert not torch.cuda.current_stream().query(), "taking the error has waited for the kernels"
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(10_000):
+        heap.errors_pending()
+    assert time.perf_counter() - start < 0.02
+    heap.close()
+
+
+# streams, events, graphs, modules
+
+
+def test_streams_events_and_graphs(driver):
+    first, second, event = driver.create_stream(), driver.create_stream(), driver.create_event()
+    tensor = torch.zeros(1000, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.ExternalStream(first)):
+        torch.cuda._sleep(SLEEP_CYCLES // 4)
+        tensor.fill_(5)
+    driver.record_event(event, first)
+    driver.wait_event(second, event)
+    with torch.cuda.stream(torch.cuda.ExternalStream(second)):
+        tensor.add_(1)
+    driver.stream_synchronize(second)
+    assert tensor.eq(6).all()
+    driver.begin_capture(first)
+    with torch.cuda.stream(torch.cuda.ExternalStream(first)):
+        tensor.mul_(2)
+    graph = driver.end_capture(first)
+    for _ in range(3):
+        driver.launch_graph(graph, first)
+    driver.stream_synchronize(first)
+    assert tensor.eq(48).all()
+    driver.destroy_graph(graph)
+    driver.destroy_event(event)
+    driver.destroy_stream(first)
+    driver.destroy_stream(second)
+
+
+@triton.jit(do_not_specialize=["out_ptr"])
+def names_kernel(out_ptr):
+    """MORI's names, which find the context by a global variable of the module."""
+    tl.store(out_ptr, mori.my_pe())
+    tl.store(out_ptr + 1, mori.n_pes())
+
+
+def test_the_global_variable_of_a_tritons_module(driver):
+    out = torch.full((2,), -1, dtype=torch.int32, device="cuda")
+    names = prepare(names_kernel, out)
+    module = names.compiled.module
+    address, num_bytes = driver.module_global(module, abi.CONTEXT_SYMBOL)
+    assert num_bytes == 8
+    assert driver.read(address, 8) == bytes(8)
+    group = ThreadGroup(1)
+    heap = SymmetricHeap(driver, group.bootstrap(0), MB)
+    driver.write(address, heap.ctx_address.to_bytes(8, "little"))
+    names((1,), out)
+    assert out.tolist() == [0, 1]
+    with pytest.raises(DriverError, match=r"global variable 'gone' on cuda:0.*CUDA_ERROR_NOT_FOUND"):
+        driver.module_global(module, "gone")
+    heap.close()
+
+
+# threads, and other processes
+
+
+def test_threads_without_a_current_device():
+    driver, failures = CudaDriver(), []
+    here = torch.cuda.current_device()
+
+    def work():
+        try:
+            address = driver.alloc(1000, exportable=True)
+            driver.memset(address, 3, 1000)
+            assert driver.read(address, 2) == b"\3\3"
+            driver.free(address)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert torch.cuda.current_device() == here
+    driver.close()
+
+
+@MODES
+def test_import_within_the_process(heap_mode):
+    owner, peer = CudaDriver(heap_mode=heap_mode), CudaDriver(heap_mode=heap_mode)
+    base = owner.alloc(MB, exportable=True)
+    assert peer.import_handle(owner.export_handle(base)) == base
+    tensor = peer.tensor(base, (4,), torch.int32)
+    owner.free(base)
+    owner.close()
+    tensor.fill_(9)
+    assert peer.read(base, 4) == b"\t\0\0\0"
+    peer.close()
+
+
+def test_auto_is_this_gpu():
+    driver = open_driver("auto")
+    assert (driver.name, driver.device_index) == ("cuda", torch.cuda.current_device())
+    driver.close()
+
+
+# imports what its arguments say, says what is at each place, writes there, and waits to be told to end
+PEER = """
+import json, sys
+from mori_triton.host.drivers import CudaDriver
+driver = CudaDriver(heap_mode=sys.argv[1])
+for line in sys.stdin:
+    handles = json.loads(line)
+    if not handles:
+        break
+    places = [driver.import_handle(bytes.fromhex(handle)) for handle in handles]
+    seen = [driver.read(place, 1)[0] for place in places]
+    for number, place in enumerate(places):
+        driver.memset(place + 1, 100 + number, 1)
+    print(json.dumps([seen, [place - places[0] for place in places]]), flush=True)
+    for place in places:
+        driver.close_import(place)
+driver.close()
+print("closed", flush=True)
+"""
+
+
+@MODES
+def test_k8_another_process_sees_each_slice(heap_mode):
+    owner = CudaDriver(heap_mode=heap_mode)
+    process = subprocess.Popen(
+        [sys.executable, "-c", PEER, heap_mode], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        for _ in range(3):
+            base = owner.alloc(4 * MB, exportable=True)
+            for number in range(4):
+                owner.memset(base + number * MB, 1 + number, 1)
+            handles = [owner.export_handle(base + number * MB).hex() for number in range(4)]
+            process.stdin.write(json.dumps(handles) + "\n")
+            process.stdin.flush()
+            seen, offsets = json.loads(process.stdout.readline())
+            owner.end_export(base)
+            assert seen == [1, 2, 3, 4]
+            if heap_mode == "static_heap":
+                assert offsets == [0, MB, 2 * MB, 3 * MB]
+            assert [owner.read(base + number * MB, 3) for number in range(4)] == [
+                bytes([1 + number, 100 + number, 0]) for number in range(4)
+            ]
+            owner.free(base)
+        process.stdin.write("[]\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "closed\n"
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+    owner.close()
+
+
+def test_a_world_of_two_processes_on_one_gpu():
+    """MORI_TRITON_DEVICE=auto, both ways of mapping a peer's heap, kernels that wait for the other process."""
+    ids = [new_unique_id().hex() for _ in range(2)]
+    settings = {"MORI_SHMEM_HEAP_SIZE": "16M", "MORI_BOOTSTRAP_TIMEOUT": "120"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.host.gpu_pe_program", str(rank), *ids],
+            cwd=ROOT,
+            env=os.environ | settings,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=200) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for stdout, stderr in outputs:
+        assert stdout.split() == ["static_heap", "vmm", "end"], stderr
+
+
+def test_no_driver_is_left_open_by_these_tests():
+    gc.collect()
+    from mori_triton.host.drivers import dlpack, gpu
+
+    assert dlpack._held == {}
+    assert dict(gpu._live) == {}
