@@ -118,14 +118,14 @@ MORI_INLINE u64 warm(Ctx ctx) { return reinterpret_cast<u64>(ctx); }
 
 // Append a record; dropped, but counted, when the host has not taken the earlier ones.
 MORI_BODY void report_by_one(Ctx ctx, u32 kind, i32 peer, i32 tag, u64 address, u64 expected, u64 seen, u32 compare) {
-  u64 log = ctx->errors;
+  u64 log = fixed(&ctx->errors);
   if (log == 0) return;
   u64 slot = add_system<u64>(log + __builtin_offsetof(ErrorLog, count), 1);
   if (slot >= load_system<u64>(log + __builtin_offsetof(ErrorLog, limit))) return;
   u64 place = log + __builtin_offsetof(ErrorLog, records) + slot % kErrorCapacity * sizeof(ErrorRecord);
   Global<ErrorRecord> record = global<ErrorRecord>(place);
   record->kind = kind;
-  record->pe = ctx->pe;
+  record->pe = fixed(&ctx->pe);
   record->peer = peer;
   record->tag = tag;
   record->address = address;

@@ -18,16 +18,19 @@ enum class Scope { kThread, kWarp, kBlock };
 // Where `address` of my heap lies in the heap of `pe`, as my device sees it. 0 if pe is out of range or not reachable by load and
 // store, or if any of the bytes is outside the heap.
 MORI_BODY u64 translate(Ctx ctx, u64 address, u64 num_bytes, i32 pe) {
-  u64 offset = address - ctx->heap_base;
-  u64 size = ctx->heap_size;
-  if ((u32)pe >= (u32)ctx->n_pes || offset >= size || num_bytes > size - offset) return 0;
-  u64 base = reinterpret_cast<const MORI_CONSTANT u64 *>(ctx->peer_bases)[pe];
+  // all in flight at once, and none of them under a condition: the next translation need not load them again
+  u64 offset = address - fixed(&ctx->heap_base), size = fixed(&ctx->heap_size);
+  auto bases = reinterpret_cast<const MORI_CONSTANT u64 *>(fixed(&ctx->peer_bases));
+  u32 n = fixed(&ctx->n_pes);
+  if ((u32)pe >= n || offset >= size || num_bytes > size - offset) return 0;
+  u64 base = fixed(bases + pe);
   return base == 0 ? 0 : base + offset;
 }
 
 // translate(), with a record by the elected thread when the operation cannot be done
 MORI_BODY u64 translate_or_report(Ctx ctx, u64 address, u64 num_bytes, u32 alignment, i32 pe) {
-  u64 there = address % alignment == 0 ? translate(ctx, address, num_bytes, pe) : 0;
+  u64 there = translate(ctx, address, num_bytes, pe);
+  if (address % alignment != 0) there = 0;
   if (there == 0 && is_elected()) report_by_one(ctx, kRefused, pe, 0, address, num_bytes, 0, 0);
   return there;
 }

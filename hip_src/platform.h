@@ -45,6 +45,12 @@ MORI_INLINE Global<T> global(u64 address) {
 // 16 bytes of LDS through which the elected thread hands a result to the others. Triton's own (dynamic) LDS starts behind it.
 [[clang::loader_uninitialized]] alignas(16) static MORI_SHARED u64 broadcast_word[2];
 
+// A word that is not written while a kernel runs. This address space says so.
+template <class T>
+MORI_INLINE T fixed(const MORI_CONSTANT T *word) {
+  return *word;
+}
+
 MORI_INLINE u32 thread_index() { return __builtin_amdgcn_workitem_id_x(); }
 
 // Code object version 5 and later: hidden_group_size_x is 12 bytes into the implicit arguments. Used for copies only: it costs a
@@ -144,6 +150,16 @@ MORI_INLINE T compare_swap_system(u64 address, T expected, T desired) {
 // no optimiser shrinks it to the word.
 extern "C" [[clang::loader_uninitialized]] alignas(1024) MORI_SHARED u64 mori_shmem_broadcast[128];
 #define broadcast_word mori_shmem_broadcast
+
+// A word that is not written while a kernel runs: one load serves the whole kernel, whatever fences it has.
+template <class T>
+MORI_INLINE T fixed(const MORI_CONSTANT T *word) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "width");
+  if constexpr (sizeof(T) == 8)
+    return (T)__nvvm_ldg_ull((const u64 *)word);
+  else
+    return (T)__nvvm_ldg_ui((const u32 *)word);
+}
 
 MORI_INLINE u32 thread_index() { return __nvvm_read_ptx_sreg_tid_x(); }
 MORI_INLINE u32 num_threads() { return __nvvm_read_ptx_sreg_ntid_x(); }

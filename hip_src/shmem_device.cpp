@@ -58,8 +58,8 @@ MORI_INLINE Ctx module_context() {
 
 #define CTX(name) mori_shmem_ctx_##name
 
-MORI_EXPORT i32 CTX(my_pe)(u64 ctx) { return context_at(ctx)->pe; }
-MORI_EXPORT i32 CTX(n_pes)(u64 ctx) { return context_at(ctx)->n_pes; }
+MORI_EXPORT i32 CTX(my_pe)(u64 ctx) { return fixed(&context_at(ctx)->pe); }
+MORI_EXPORT i32 CTX(n_pes)(u64 ctx) { return fixed(&context_at(ctx)->n_pes); }
 MORI_EXPORT u64 CTX(ptr)(u64 ctx, u64 address, i32 pe) { return translate(context_at(ctx), address, 1, pe); }
 
 MORI_EXPORT i32 CTX(fence)(u64 ctx) { return fence(context_at(ctx)); }
@@ -137,8 +137,8 @@ CTX_ATOMIC(uint64, u64)
 
 #define MORI(name) mori_shmem_##name
 
-MORI_EXPORT i32 MORI(my_pe)() { return module_context()->pe; }
-MORI_EXPORT i32 MORI(n_pes)() { return module_context()->n_pes; }
+MORI_EXPORT i32 MORI(my_pe)() { return fixed(&module_context()->pe); }
+MORI_EXPORT i32 MORI(n_pes)() { return fixed(&module_context()->n_pes); }
 MORI_EXPORT u64 MORI(ptr)(u64 address, i32 pe) { return translate(module_context(), address, 1, pe); }
 MORI_EXPORT u64 MORI(ptr_p2p)(u64 address, i32, i32 pe) { return translate(module_context(), address, 1, pe); }
 

@@ -53,8 +53,8 @@ MORI_BODY i32 signal(Ctx ctx, u64 address, u64 value, bool add, i32 pe) {
 // release, so it costs one write-back for each wave's worth of PEs. -1 for an address outside the heap; a PE that cannot be reached
 // gets a record and no signal.
 MORI_BODY i32 signal_set_all(Ctx ctx, u64 address, u64 value) {
-  u32 n = ctx->n_pes, me = thread_index(), wave = wave_size();
-  if (translate_or_report(ctx, address, 8, 8, ctx->pe) == 0) return -1;
+  u32 n = fixed(&ctx->n_pes), me = thread_index(), wave = wave_size();
+  if (translate_or_report(ctx, address, 8, 8, fixed(&ctx->pe)) == 0) return -1;
   // looked up before the release, after which the context is no longer in the first-level cache
   u64 there = me < wave ? translate(ctx, address, 8, (i32)me) : 0;
   gather_stores(ctx);
@@ -107,7 +107,7 @@ template <class T>
 MORI_BODY T poll_by_one(Ctx ctx, u64 address, Compare compare, T value, i32 peer, i32 tag) {
   T seen = poll_system<T>(address);
   if (!holds(seen, compare, value)) {
-    u64 limit = ctx->timeout_ticks, start = clock_ticks();
+    u64 limit = fixed(&ctx->timeout_ticks), start = clock_ticks();
     u32 polls = 0;
 #pragma clang loop unroll(disable)
     do {
@@ -129,7 +129,7 @@ MORI_BODY T poll_by_one(Ctx ctx, u64 address, Compare compare, T value, i32 peer
 template <class T>
 MORI_BODY T wait(Ctx ctx, u64 address, Compare compare, T value, i32 peer, i32 tag) {
   T seen = 0;
-  bool bad = address == 0 || address % sizeof(T) != 0 || ctx->n_pes == 0;
+  bool bad = address == 0 || address % sizeof(T) != 0 || fixed(&ctx->n_pes) == 0;
   // the program meets before the wait, so that little is left to do after it
   program_barrier();
   if (is_elected()) {
@@ -147,7 +147,7 @@ MORI_BODY T wait(Ctx ctx, u64 address, Compare compare, T value, i32 peer, i32 t
 // first wave polling a share each. `value` if all have come; else a smaller value that one of those missing had, and a record for each of them.
 MORI_BODY i64 wait_all_ge(Ctx ctx, u64 address, i32 num, i64 value, i32 tag) {
   i64 seen = value;
-  bool bad = address == 0 || address % 8 != 0 || num < 0 || ctx->n_pes == 0;
+  bool bad = address == 0 || address % 8 != 0 || num < 0 || fixed(&ctx->n_pes) == 0;
   // those that will miss a word write over this
   broadcast(value);
   if (bad) {
@@ -193,8 +193,8 @@ MORI_BODY i32 barrier_all(Ctx ctx) {
   i32 status = 0;
   gather_stores(ctx);
   if (is_elected()) {
-    u64 sync = ctx->sync;
-    u32 n = ctx->n_pes, me = ctx->pe;
+    u64 sync = fixed(&ctx->sync);
+    u32 n = fixed(&ctx->n_pes), me = fixed(&ctx->pe);
     if (sync == 0 || n == 0) {
       status = -1;
     } else {
