@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from mori_triton.ops.config import BLOCKWISE_TYPES, QUANT_BLOCK, EpDispatchCombineConfig
+from mori_triton.ops.config import EpDispatchCombineConfig
+from mori_triton.ops.formats import BLOCK, CODECS
 from mori_triton.ops.kernels.finish import CONTROL_WORDS
 
 # a region never shares a cache line with another one, and every region start takes 16-byte accesses
@@ -87,9 +88,9 @@ def ep_buffer_layout(config: EpDispatchCombineConfig) -> EpBufferLayout:
         ("total_recv", 4),
         ("control", CONTROL_WORDS * 8),  # the words of kernels/finish.py
     ]
-    if config.quant_type in BLOCKWISE_TYPES:
+    if config.quant_type != "none" and CODECS[config.quant_type].scaled:
         # the only codecs' rows: bfloat16, at most hidden_dim wide
-        sizes.append(("combine_in_scales", rows * -(-config.hidden_dim // QUANT_BLOCK) * 4))
+        sizes.append(("combine_in_scales", rows * -(-config.hidden_dim // BLOCK) * 4))
     if config.deterministic:
         sizes += [
             ("count_matrix", n * n * 4),  # rows from each PE to each PE

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from mori_triton.errors import require
+from mori_triton.ops.formats import QUANT_TYPES
 
 # what dispatch carries and combine sums: MORI's types and float16. Two float4_e2m1fn_x2, which torch has from 2.8 on,
 # make a byte
@@ -22,9 +23,6 @@ PAYLOAD_DTYPES = tuple(
     for name in ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e4m3fnuz", "float4_e2m1fn_x2")
     if hasattr(torch, name)
 )
-QUANT_TYPES = ("none", "fp8_direct_cast", "fp8_blockwise", "fp4_blockwise")
-BLOCKWISE_TYPES = ("fp8_blockwise", "fp4_blockwise")
-QUANT_BLOCK = 128  # elements that share a scale
 MAX_TOP_K = 128
 _INT32_MAX = 2**31 - 1
 
@@ -124,6 +122,11 @@ class EpDispatchCombineConfig:
             f">= {self.data_type.itemsize}, the bytes of {self.data_type}",
             self.max_token_type_size,
         )
+        if self.quant_type != "none":
+            want = "True: a codec encodes rows on their way out of the caller's memory"
+            require(self.use_external_inp_buf, "use_external_inp_buf", want, self.use_external_inp_buf)
+            want = ">= 2, the bytes of torch.bfloat16, which codecs take"
+            require(self.max_token_type_size >= 2, "max_token_type_size", want, self.max_token_type_size)
         # both maps hold pe * rows + row in an int32, and expert ids are int32
         rows = self.world_size * max(self.max_recv, self.max_num_inp_token_per_rank)
         require(rows <= _INT32_MAX, "world_size * receive rows", f"<= {_INT32_MAX}", rows)

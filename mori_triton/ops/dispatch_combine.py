@@ -312,6 +312,8 @@ class EpDispatchCombineOp(EpOpBase):
         routing: EpDispatchRoutingHandle | None,
     ) -> _Combined:
         capturing = self._begin(what)
+        if routing is not None:
+            check_handle(routing, self.config, self.device)
         where = routing or self._routing
         if where is None:
             raise StateError(f"{what}: no dispatch came before, and no routing is given")
@@ -325,8 +327,6 @@ class EpDispatchCombineOp(EpOpBase):
             plan = self._plan_combine(
                 key, what == "combine", in_place, n, use_external_inp_buf, launch, input, weights, indices
             )
-        if routing is not None:
-            check_handle(routing, self.config, self.device, len(indices))
         given = {name: self._argument(tensor) for name, tensor in tensors.items()}
         if not in_place and self._buffers.region_of(input.data_ptr()) == "combine_in" and input.numel() > 0:
             require(False, "input", "the registered buffer from its start, or other memory", "a part from within it")

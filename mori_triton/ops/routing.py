@@ -62,9 +62,9 @@ def new_handle(config: EpDispatchCombineConfig, device: torch.device, num_tokens
 
 
 def check_handle(
-    handle: Any, config: EpDispatchCombineConfig, device: torch.device, num_tokens: int
-) -> EpDispatchRoutingHandle:
-    """Raise `ArgumentError` unless `handle` is of an op like this one and of a dispatch of `num_tokens` tokens."""
+    handle: Any, config: EpDispatchCombineConfig, device: torch.device, num_tokens: int | None = None
+) -> None:
+    """Raise `ArgumentError` unless `handle` is of an op like this one, and of a dispatch of `num_tokens` tokens."""
     require(isinstance(handle, EpDispatchRoutingHandle), "routing", "an EpDispatchRoutingHandle", type(handle).__name__)
     most, k, rows = config.max_num_inp_token_per_rank, config.num_experts_per_token, config.max_recv
     check_tensor("routing.disp_dest_tok_id_map", handle.disp_dest_tok_id_map, torch.int32, (most, k), device)
@@ -72,7 +72,6 @@ def check_handle(
     sources = handle.disp_tok_id_to_src_tok_id_local
     check_tensor("routing.disp_tok_id_to_src_tok_id_local", sources, torch.int32, (rows,), device)
     count = handle.cur_rank_num_token
-    require(
-        count == num_tokens, "routing", f"a handle of a dispatch of {num_tokens} tokens, as the indices have", count
-    )
-    return handle
+    fits = count == num_tokens or (num_tokens is None and 0 <= count <= most)
+    want = f"of a dispatch of {'at most ' + str(most) if num_tokens is None else num_tokens} tokens"
+    require(fits, "routing", want, f"one of {count}")

@@ -140,10 +140,16 @@ def to_torch(stored: np.ndarray) -> torch.Tensor:
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    tensor = tensor.detach()
+    tensor = tensor.detach().cpu()
     return (
         tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
     ).copy()
+
+
+def control(op: ops.EpDispatchCombineOp, *words: Any) -> list[int]:
+    """Control words of an op, by their names in kernels/finish.py."""
+    all_words = op._buffers.region("control").tolist()
+    return [all_words[word.value] for word in words]
 
 
 def to_scales(case: Case, stored: np.ndarray | None) -> torch.Tensor | None:
@@ -178,20 +184,31 @@ def start(case: Case, pe: int, **changes: Any) -> ops.EpDispatchCombineOp:
     """An op whose buffers are poisoned on every PE before any PE goes on."""
     op = ops.EpDispatchCombineOp(config_of(case, pe, **changes))
     poison(op)
+    host_state.current().driver.synchronize()
     host_state.current().bootstrap.barrier("poisoned")
     return op
 
 
 def experts(pe: int, rows: torch.Tensor) -> torch.Tensor:
-    return to_torch(reference.expert_output(pe, to_numpy(rows)))
+    return to_torch(reference.expert_output(pe, to_numpy(rows))).to(rows.device)
+
+
+def inputs_on(op: ops.EpDispatchCombineOp, case: Case, mine: Round) -> tuple[torch.Tensor | None, ...]:
+    """A round's arguments of dispatch, on the op's device: tokens, weights, scales, indices."""
+    weights = None if mine.weights is None else torch.from_numpy(mine.weights.copy())
+    given = to_torch(mine.tokens), weights, to_scales(case, mine.scales), torch.from_numpy(mine.indices.copy())
+    return tuple(None if tensor is None else tensor.to(op.device) for tensor in given)
 
 
 def dispatch_round(op: ops.EpDispatchCombineOp, case: Case, mine: Round) -> dict[str, Any]:
     """Dispatch, and everything that it returned as numpy."""
-    indices = torch.from_numpy(mine.indices.copy())
-    weights = None if mine.weights is None else torch.from_numpy(mine.weights.copy())
-    given = to_torch(mine.tokens), weights, to_scales(case, mine.scales), indices
-    out, out_weights, out_scales, out_indices, total = op.dispatch(*given)
+    given = inputs_on(op, case, mine)
+    return dispatched(op, given, op.dispatch(*given))
+
+
+def dispatched(op: ops.EpDispatchCombineOp, given: tuple[Any, ...], result: tuple[Any, ...]) -> dict[str, Any]:
+    """What a dispatch brought, as numpy, from what it returned."""
+    out, out_weights, out_scales, out_indices, total = result[:5]
     sources = op.get_dispatch_src_token_pos()
     pes, tokens = op.decode_send_flat_idx(sources)
     return {
@@ -200,7 +217,7 @@ def dispatch_round(op: ops.EpDispatchCombineOp, case: Case, mine: Round) -> dict
         "sources": list(zip(pes.tolist(), tokens.tolist(), strict=True)),
         "tokens": to_numpy(out),
         "weights": to_numpy(out_weights),
-        "scales": None if out_scales is None else out_scales.contiguous().view(torch.uint8).numpy().copy(),
+        "scales": None if out_scales is None else out_scales.contiguous().view(torch.uint8).cpu().numpy().copy(),
         "indices": to_numpy(out_indices),
         "given": given,
         "out": out,
@@ -208,7 +225,9 @@ def dispatch_round(op: ops.EpDispatchCombineOp, case: Case, mine: Round) -> dict
     }
 
 
-def combine_round(op: ops.EpDispatchCombineOp, case: Case, pe: int, got: dict[str, Any]) -> dict[str, Any]:
+def combine_round(
+    op: ops.EpDispatchCombineOp, case: Case, pe: int, got: dict[str, Any], **named: Any
+) -> dict[str, Any]:
     """Run this PE's experts on what dispatch brought, combine, and drop what only this PE may hold."""
     poison(op, "combine_out", "combine_out_weights")
     total, out = got["total"], got.pop("out")
@@ -218,7 +237,7 @@ def combine_round(op: ops.EpDispatchCombineOp, case: Case, pe: int, got: dict[st
         buffer = op.get_registered_combine_input_buffer(out.dtype, out.shape[1])
         buffer[:total] = rows
         rows = buffer
-    result, result_weights = op.combine(rows, out_weights[:total] if case.weights else None, given[3])
+    result, result_weights = op.combine(rows, out_weights[:total] if case.weights else None, given[3], **named)
     got["combined"] = to_numpy(result)
     got["combined_weights"] = None if result_weights is None else to_numpy(result_weights)
     return got

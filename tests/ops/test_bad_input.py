@@ -87,7 +87,8 @@ BAD_DISPATCH: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = 
         lambda: changed(scales=torch.ones(N, 5, dtype=torch.float16)),
         ("scales.dtype", "4 bytes", "float16"),
     ),
-    "routing": (lambda: changed(return_routing=True), ("routing", "not supported")),
+    "routing": (lambda: changed(routing=torch.zeros(1)), ("routing", "EpDispatchRoutingHandle", "Tensor")),
+    "routing and return_routing": (lambda: changed(routing=1, return_routing=True), ("routing", "return_routing")),
     "block_num": (lambda: changed(block_num=0), ("block_num", "got 0")),
     "warp_per_block": (lambda: changed(warp_per_block=3), ("warp_per_block", "got 3")),
 }
@@ -122,12 +123,14 @@ def bad_combines(pe: int) -> list[list[dict[str, Any]]]:
     outcomes = []
     for index in range(CASE.rounds):
         mine = round_of(CASE, pe, index)
-        refuses(
-            lambda: op.combine(torch.ones(N, H), None, good()["indices"]), StateError, "combine", "waiting for dispatch"
-        )
+        if index == 0:
+            refuses(
+                lambda: op.combine(torch.ones(N, H), None, good()["indices"]), StateError, "combine", "no dispatch came"
+            )
         got = dispatch_round(op, CASE, mine)
         total, out, out_weights, indices = got["total"], got["out"], got["out_weights"], got["given"][3]
-        refuses(lambda: op.dispatch(**good()), StateError, "dispatch", "waiting for combine")
+        refuses(op.dispatch_recv, StateError, "dispatch_recv", "no dispatch_send")
+        refuses(op.combine_recv, StateError, "combine_recv", "no combine_send")
         rows = out[:total]
         other = indices.clone()
         other[1, 2] += 1
@@ -153,7 +156,7 @@ def bad_combines(pe: int) -> list[list[dict[str, Any]]]:
             (("weights.shape[0]", f">= {total}"), (rows, out_weights[: total - 1], indices), {}),
             (("use_external_inp_buf", "got 2"), (rows, None, indices), {"use_external_inp_buf": 2}),
             (("input", "get_registered_combine_input_buffer"), (rows, None, indices), {"use_external_inp_buf": 0}),
-            (("routing", "not supported"), (rows, None, indices), {"routing": object()}),
+            (("routing", "EpDispatchRoutingHandle", "object"), (rows, None, indices), {"routing": object()}),
             (("input", "from its start"), (op.get_registered_combine_input_buffer(out.dtype)[1:], None, indices), {}),
             (("block_num", "got -2"), (rows, None, indices), {"block_num": -2}),
         ):
@@ -164,7 +167,7 @@ def bad_combines(pe: int) -> list[list[dict[str, Any]]]:
         # peers may be in the next round, and writing here
         for name, value in (("input", out[:N]), ("weights", out_weights[:N]), ("indices", out_indices_of(op)[:N])):
             refuses(lambda: op.dispatch(**changed(**{name: value})), ArgumentError, name, "dispatch's own output")  # noqa: B023
-        refuses(op.get_dispatch_src_token_pos, StateError, "waiting for dispatch", "between dispatch and combine")
+        refuses(op.get_dispatch_src_token_pos, StateError, "between dispatch and combine")
     op.close()
     return [outcomes]
 
@@ -218,7 +221,7 @@ def wrong_worlds(pe: int) -> list[list[dict[str, Any]]]:
     op = start(CASE, pe)
     sizes = op.max_num_tokens_to_recv(), op.max_num_tokens_to_recv_per_rank()
     assert (*sizes, op.max_num_tokens_to_send(), op.max_num_tokens_to_send_per_rank()) == (2 * N, N, 2 * N, N)
-    refuses(op.get_dispatch_src_token_pos, StateError, "waiting for dispatch", "between")
+    refuses(op.get_dispatch_src_token_pos, StateError, "between dispatch and combine")
     refuses(lambda: op.get_registered_combine_input_buffer(torch.int8), ArgumentError, "dtype", "int8")
     refuses(lambda: op.get_registered_combine_input_buffer(torch.float32), ArgumentError, "dtype", "2 bytes")
     refuses(lambda: op.get_registered_combine_input_buffer(torch.bfloat16, H + 1), ArgumentError, "hidden_dim")

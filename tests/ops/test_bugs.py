@@ -15,10 +15,11 @@ import torch
 from mori_triton import local_world, ops
 from mori_triton.errors import ArgumentError, Deadlock, PeerTimeout, ReceiveOverflow, StateError
 from mori_triton.host import state as host_state
-from mori_triton.ops import combine as combine_module
-from mori_triton.ops import dispatch as dispatch_module
+from mori_triton.ops import plans
 from mori_triton.ops.kernels import combine as combine_kernels
 from mori_triton.ops.kernels import dispatch as dispatch_kernels
+from mori_triton.ops.kernels import finish
+from mori_triton.ops.kernels.finish import COMBINE_EPOCH, DISPATCH_EPOCH, STATUS, SYNC_EPOCH
 from tests.ops.cases import (
     STORED,
     Case,
@@ -27,6 +28,7 @@ from tests.ops.cases import (
     check_rounds,
     combine_round,
     config_of,
+    control,
     dispatch_round,
     is_poison,
     payload,
@@ -122,17 +124,16 @@ def test_a1_empty_weights_and_scales_are_none(shape: tuple[int, ...] | None, wit
 
 def test_a3_a_pe_without_tokens_signals_as_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: dict[str, list[str]] = {}
-    real = dispatch_module.launch
+    real = plans.Step.launch
 
-    def recording(kernel: Any, grid: Any, *args: Any, **named: Any) -> Any:
-        launched.setdefault(threading.current_thread().name, []).append(kernel.__name__)
-        return real(kernel, grid, *args, **named)
+    def recording(step: plans.Step, given: Any) -> None:
+        launched.setdefault(threading.current_thread().name, []).append(step.prepared.name)
+        real(step, given)
 
-    monkeypatch.setattr(dispatch_module, "launch", recording)
-    monkeypatch.setattr(combine_module, "launch", recording)
+    monkeypatch.setattr(plans.Step, "launch", recording)
     case = Case(num_pes=2)
     run_sent(case, [with_ids(case, [[], [[0, 1, 5]]])])
-    signalling = ["dispatch_copy_kernel", "dispatch_wait_kernel", "combine_copy_kernel", "combine_reduce_kernel"]
+    signalling = ["dispatch_copy_kernel", "combine_copy_kernel", "combine_reduce_kernel"]
     calls = sorted(launched.values(), key=len)
     assert calls == [signalling, ["dispatch_route_kernel", *signalling]]
 
@@ -180,7 +181,7 @@ def test_a12_overflow_is_dropped_and_reported() -> None:
 
     first, second = world(2).run(program)
     assert "PE 0 was sent 10 rows, 6 more" in first["message"]
-    assert "max_total_recv_tokens = 4" in first["message"]
+    assert "R = 4" in first["message"]
     assert second["message"] == ""
     assert second["sources"] == []
     assert len(set(first["sources"])) == 4
@@ -363,59 +364,60 @@ def test_d3_d9_epoch_counts_rounds_and_counters_end_at_zero() -> None:
         for index in range(3):
             combine_round(op, case, pe, dispatch_round(op, case, round_of(case, pe, index)))
             host_state.current().bootstrap.barrier("round is over")
-            assert words(op, "epoch", torch.int64) == [index + 1]
+            assert control(op, DISPATCH_EPOCH, COMBINE_EPOCH, SYNC_EPOCH, STATUS) == [index + 1, index + 1, 0, 0]
             for name in ("dispatch_signals", "combine_signals"):
                 assert words(op, name, torch.int64) == [index + 1] * 2
-            for name in ("dispatch_arrivals", "combine_arrivals", "recv_slots"):
-                assert words(op, name, torch.int32) == [0]
+            assert words(op, "recv_slots", torch.int32) == [0]
+            assert control(op, *ARRIVALS) == [0, 0, 0]
             host_state.current().bootstrap.barrier("looked")
         # reset is collective and real
         op.reset()
-        for name in ("epoch", "dispatch_signals", "combine_signals"):
+        for name in ("control", "dispatch_signals", "combine_signals", "sync_signals"):
             assert set(words(op, name, torch.int64)) == {0}
-        with pytest.raises(StateError, match="waiting for dispatch"):
+        with pytest.raises(StateError, match="between dispatch and combine"):
             op.get_dispatch_src_token_pos()
         op.close()
 
     world(2).run(program)
 
 
-def test_d3_the_epoch_is_written_by_one_program_of_one_kernel() -> None:
+ARRIVALS = (finish.DISPATCH_ARRIVALS, finish.COMBINE_ARRIVALS, finish.COUNT_ARRIVALS)
+
+
+def test_d3_epochs_are_written_by_the_one_program_that_waits() -> None:
     writers = []
-    for module in (dispatch_kernels, combine_kernels):
+    for module in (finish, dispatch_kernels, combine_kernels):
         for function in ast.parse(inspect.getsource(module)).body:
             if isinstance(function, ast.FunctionDef):
                 calls = [n for n in ast.walk(function) if isinstance(n, ast.Call)]
                 stores = [ast.unparse(c) for c in calls if ast.unparse(c.func) in ("tl.store", "tl.atomic_add")]
-                writers += [function.name for text in stores if "epoch_ptr" in text.split(",")[0]]
-    assert writers == ["dispatch_wait_kernel"]
+                writers += [function.name for text in stores if "EPOCH" in text.split(",")[0]]
+    assert writers == ["wait_peers"]
 
 
 def test_d5_no_wait_compares_for_equality() -> None:
-    for module in (dispatch_kernels, combine_kernels):
+    assert "wait_all_ge" in inspect.getsource(finish)
+    for module in (finish, dispatch_kernels, combine_kernels):
         source = inspect.getsource(module)
-        assert "wait_all_ge" in source
         assert "wait_eq" not in source
         assert "wait_ne" not in source
         assert not [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.While)]
 
 
-def test_d7_dispatch_alone_in_a_loop_is_refused_and_counts_nothing() -> None:
+def test_d7_dispatch_alone_in_a_loop_counts_alike_each_time() -> None:
     case = Case(num_pes=2)
 
-    def program(pe: int) -> int:
+    def program(pe: int) -> list[dict[str, Any]]:
         op, mine = start(case, pe), round_of(case, pe, 0)
-        got = dispatch_round(op, case, mine)
-        for _ in range(3):
-            with pytest.raises(StateError, match="alternate"):
-                dispatch_round(op, case, mine)
-        op.reset()
-        again = dispatch_round(op, case, mine)
-        assert again["total"] == got["total"]
-        assert sorted(again["sources"]) == sorted(got["sources"])
-        return got["total"]
+        got = [dispatch_round(op, case, mine) for _ in range(4)]
+        assert control(op, DISPATCH_EPOCH, COMBINE_EPOCH, SYNC_EPOCH) == [4, 0, 3]
+        assert [g["total"] for g in got] == [got[0]["total"]] * 4
+        assert [sorted(g["sources"]) for g in got] == [sorted(got[0]["sources"])] * 4
+        return [combine_round(op, case, pe, got[-1])]
 
-    assert sum(world(2).run(program)) > 0
+    results = world(2).run(program)
+    assert sum(got[0]["total"] for got in results) > 0
+    check_rounds(case, [[round_of(case, pe, 0) for pe in range(2)]], results)
 
 
 def test_d8_the_constructor_clears_before_anyone_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -471,7 +473,7 @@ def test_d15_one_round_at_a_time_on_one_op_two_ops_overlap() -> None:
 
 
 def says_who_waits(message: str) -> bool:
-    return all(part in message for part in ("dispatch_wait_kernel", "on PE 0", "PE 1", "expected >= 1", "saw 0"))
+    return all(part in message for part in ("dispatch_copy_kernel", "on PE 0", "PE 1", "expected >= 1", "saw 0"))
 
 
 def test_d20_a_missing_peer_is_named_and_reset_recovers() -> None:
@@ -518,7 +520,7 @@ def test_call_reset_after_combine() -> None:
             tokens = torch.from_numpy(mine.tokens.view(np.int16)).view(torch.bfloat16)
             *_, total = op.dispatch(tokens, None, None, indices)
             op.combine(torch.ones(int(total), case.hidden, dtype=torch.bfloat16), None, indices, call_reset=True)
-            assert op._buffers.view("epoch", torch.int64, 1).tolist() == [0]
+            assert control(op, DISPATCH_EPOCH, COMBINE_EPOCH) == [0, 0]
         return combine_round(op, case, pe, dispatch_round(op, case, mine))
 
     results = world(2).run(program)

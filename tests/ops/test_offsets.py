@@ -13,8 +13,8 @@ import triton.language as tl
 
 from mori_triton import emulator, local_world
 from mori_triton.device.launch import cross_compile, launch
-from mori_triton.ops.kernels import combine, dispatch, local_expert_count
-from mori_triton.ops.kernels.rows import row_offset
+from mori_triton.ops.kernels import combine, dispatch, rows
+from mori_triton.ops.kernels.rows import row_offset, split_target
 
 pytestmark = pytest.mark.cpu
 
@@ -59,22 +59,47 @@ def test_the_product_is_64_bits_wide() -> None:
     assert products == ["i64"]
 
 
+@triton.jit(do_not_specialize=["capacity", "num"])
+def split_kernel(targets_ptr, out_ptr, capacity, num, BLOCK: tl.constexpr):
+    """(PE, slot) of every target."""
+    offs = tl.arange(0, BLOCK)
+    pe, slot = split_target(tl.load(targets_ptr + offs, mask=offs < num, other=0), capacity)
+    tl.store(out_ptr + 2 * offs, pe, mask=offs < num)
+    tl.store(out_ptr + 2 * offs + 1, slot, mask=offs < num)
+
+
+def splits(pe: int) -> None:
+    """Around every multiple that could round wrongly, up to the largest entry that the config allows."""
+    for capacity in (1, 2, 3, 7, 40, 4095, 4096, 32768, 65537 * 8, 2**30 - 1, 2**30, 2**31 - 2, 2**31 - 1):
+        near = {m * capacity + d for m in (0, 1, 2, 3, 7, 127, 2**31 // capacity) for d in (-2, -1, 0, 1, 2)}
+        targets = sorted(t for t in near | {2**31 - 1, 2**31 - 2} if 0 <= t < 2**31)
+        given, out = torch.tensor(targets, dtype=torch.int32), torch.full((64, 2), -1, dtype=torch.int32)
+        launch(split_kernel, (1,), given, out, capacity, len(targets), BLOCK=64, num_warps=1)
+        assert out[: len(targets)].tolist() == [list(divmod(t, capacity)) for t in targets], capacity
+
+
+@pytest.mark.parametrize("arch", ["gfx1201", "gfx942"])
+def test_targets_are_split_exactly(arch: str) -> None:
+    local_world(1, heap_size="1M", arch=arch).run(splits)
+
+
 def test_f2_no_kernel_multiplies_for_an_address_by_itself() -> None:
     """Products in the kernels are `row_offset`, or small by their meaning: these, and no other."""
     small = {
         "tl.program_id(0) * BLOCK_T",  # token
         "num_pes * num_experts_per_rank",  # < 2^31 by the config
-        "pe * capacity",  # < 2^31 by the config
-        "row_units * UNIT",  # words of a row
+        "pe[None, :] * capacity",  # < 2^31 by the config
+        "pe * capacity",
+        "row_units * ((ALIGN + 3) // 4)",  # words of a row
+        "row_units * (ALIGN // (dtype.primitive_bitwidth // 8))",  # elements of a row
         "scale_units * SCALE_UNIT",
-        "num_tokens * num_pieces",  # pieces of this PE's tokens
-        "total * num_pieces",
         "piece * BLOCK",  # within a row
-        "item % num_pieces * BLOCK",
-        "me * max_tokens",  # < 2^31 by the config
+        "shmem.my_pe(ctx) * max_tokens",  # < 2^31 by the config
+        "tl.cast(row, tl.int64) * row_size",  # row_offset itself
+        "to * 0",
     }
     found = set()
-    for module in (dispatch, combine, local_expert_count):
+    for module in (dispatch, combine, rows):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
                 found.add(ast.unparse(node))

@@ -7,13 +7,13 @@ import time
 from typing import Any
 
 import pytest
-import torch
 
 from mori_triton import local_world, ops
 from mori_triton.errors import PeerTimeout
 from mori_triton.host import state as host_state
-from mori_triton.ops import dispatch as dispatch_module
-from tests.ops.cases import Case, check_combine, combine_round, dispatch_round, round_of, run_case, start
+from mori_triton.ops import plans
+from mori_triton.ops.kernels.finish import COMBINE_EPOCH, DISPATCH_EPOCH
+from tests.ops.cases import Case, check_combine, combine_round, control, dispatch_round, round_of, run_case, start
 
 pytestmark = pytest.mark.cpu
 
@@ -24,8 +24,7 @@ def words(op: ops.EpDispatchCombineOp, *names: str) -> list[int]:
     """Every word of these regions."""
     found: list[int] = []
     for name in names:
-        dtype = torch.int64 if name in (*SIGNALS, "epoch") else torch.int32
-        found += op._buffers.view(name, dtype, op._layout[name].num_bytes // dtype.itemsize).tolist()
+        found += op._buffers.region(name).tolist()
     return found
 
 
@@ -37,18 +36,21 @@ def test_a5_reset_is_over_everywhere_before_anyone_dispatches(tokens: str, monke
     case, gave_up, lock = Case(tokens=tokens, rounds=1), threading.Event(), threading.Lock()
     made: dict[int, ops.EpDispatchCombineOp] = {}
     found: list[list[int]] = []
-    real = dispatch_module.launch
+    real = plans.Step.launch
 
-    def looking(*args: Any, **named: Any) -> Any:
+    def looking(step: plans.Step, given: Any) -> None:
         with lock:
             # the first launch of the first PE after reset
             if gave_up.is_set() and len(made) == 2 and not found:
-                found.extend(words(op, *SIGNALS, "epoch", "recv_slots", "total_recv") for op in made.values())
-        return real(*args, **named)
+                found.extend(
+                    words(op, *SIGNALS, "recv_slots", "total_recv") + control(op, DISPATCH_EPOCH, COMBINE_EPOCH)
+                    for op in made.values()
+                )
+        real(step, given)
 
     # compiled before a second counts
     local_world(2, heap_size="16M").run(run_case, case)
-    monkeypatch.setattr(dispatch_module, "launch", looking)
+    monkeypatch.setattr(plans.Step, "launch", looking)
 
     def program(pe: int) -> dict[str, Any]:
         op, mine = start(case, pe), round_of(case, pe, 0)
@@ -69,7 +71,7 @@ def test_a5_reset_is_over_everywhere_before_anyone_dispatches(tokens: str, monke
     results = local_world(2, heap_size="16M", timeout_s=1.0).run(program)
     for pe, got in enumerate(results):
         check_combine(case, pe, got, round_of(case, pe, 0))
-    assert found == [[0] * 7] * 2
+    assert found == [[0] * 8] * 2
 
 
 @pytest.mark.parametrize("num_pes", [2, 3, 4])

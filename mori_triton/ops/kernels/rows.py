@@ -41,7 +41,7 @@ def peer_table(ctx):
 
 @triton.jit
 def at_peer(bases_ptr, heap, ptr, pe):
-    """`ptr`, a region of the op, in the heap of `pe`; elementwise in `pe`. An op reaches every PE, or it is not made."""
+    """`ptr`, a region of the op, in the heap of `pe`; elementwise in `pe`. An op reaches every PE, or is not made."""
     return (ptr.to(tl.int64) - heap + tl.load(bases_ptr + pe)).to(ptr.dtype)
 
 
