@@ -91,7 +91,8 @@ class Pe:
         everyone = [self.shared[pe] for pe in range(self.problem.num_pes)]
         sources = self.op._buffers.view("recv_sources", torch.int32, self.op.max_num_tokens_to_recv())
         problem.check_dispatch(self.problem, everyone, self.pe, sources, out, poisoned=True)
-        total, hidden = int(out[-1]), self.problem.hidden
+        total, hidden = int(out[4]), self.problem.hidden
+        self.count_experts(out[3], out[4])
         if registered:
             rows = self.op.get_registered_combine_input_buffer(torch.bfloat16, hidden)
         else:
@@ -103,10 +104,21 @@ class Pe:
         else:
             assert bool(combined[: len(self.mine.indices)].isfinite().all())
 
+    def count_experts(self, indices: torch.Tensor, total: torch.Tensor) -> None:
+        """Both ways to count the rows of each local expert."""
+        here, config = self.op.device, self.op.config
+        want = ops.local_expert_count_torch(config, indices, int(total))
+        counts = torch.full_like(want, -1)
+        stream = 0 if here.type == "cpu" else torch.cuda.current_stream(here).cuda_stream
+        ops.launch_local_expert_count(config, indices, total, counts, 3, 4, stream)
+        assert torch.equal(counts, want)
+        ops.local_expert_count(config, indices, total, counts.fill_(-1))
+        assert torch.equal(counts, want)
+
     def run(self) -> None:
         self.meet("inputs are there")
         quantised = "quant_type" in dict(self.problem.fields)
-        self.round(registered=False, call_local_expert_count=True)
+        self.round(registered=False)
         if not quantised:
             self.round(registered=True)
         if not self.split:
