@@ -23,6 +23,7 @@ BELOW = {
     "shmem": {"errors", "abi", "env", "bitcode", "wait_sites", "device", "emulator", "host"},
     "world": {"errors", "abi", "env", "bitcode", "wait_sites", "device", "emulator", "host", "shmem"},
     "ops": {"errors", "abi", "env", "bitcode", "wait_sites", "device", "emulator", "host", "shmem", "world"},
+    "cli": {"errors", "host", "ops"},
     "layers": {"errors", "env", "host", "shmem", "world", "ops"},
     "__init__": {"emulator", "layers", "ops", "shmem", "world"},
 }

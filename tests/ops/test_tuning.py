@@ -54,14 +54,14 @@ def test_built_in_shapes_are_launchable(device, phase, num_tokens, row_bytes):
     assert shape.num_warps <= 16
 
 
-def test_a_small_batch_has_more_pieces_than_a_large_one():
+def test_a_small_batch_is_routed_by_more_programs():
     small, large = (launch_config("cuda", "dispatch", n, 14336, dtype=BF16, top_k=8) for n in (128, 4096))
-    assert small.piece_bytes < large.piece_bytes
+    assert small.route_tokens < large.route_tokens
 
 
 def test_one_kernel_for_all_moves_whole_rows():
     """IntraNodeLL's dispatch; its combine is IntraNode's."""
-    for phase, want in (("dispatch", 16384), ("combine", 4096)):
+    for phase, want in (("dispatch", 16384), ("combine", 2048)):
         shape = launch_config("cuda", phase, 128, 14336, dtype=BF16, top_k=8, kernel_type="IntraNodeLL")
         assert shape.piece_bytes == want
 

@@ -11,7 +11,8 @@ from mori_triton.errors import ArgumentError
 
 
 class Journal:
-    """The lines of one run. The first says what the run is: a journal of another run is not gone on with.
+    """The lines of one run. The first says what the run is: a journal of another run is not gone on with. One that has
+    come to its "end" is started over.
 
     Args:
         path: the file; None: in memory only.
@@ -28,7 +29,7 @@ class Journal:
             return
         if path.exists():
             self.lines = _read(path)
-        if fresh or not self.lines:
+        if fresh or not self.lines or self.lines[-1]["kind"] == "end":
             self.lines = []
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps({"kind": "run", **run}) + "\n", encoding="utf-8")

@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from mori_triton.ops.tuning import EpLaunchConfig
+from mori_triton.ops.tuning import NO_LIMIT, EpLaunchConfig
 
 # an axis's name and its values in order; the axes with the most to gain come first
 Axes = dict[str, tuple[int, ...]]
 
 _MOVING: Axes = {
-    "num_programs": (8, 16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096),
+    "num_programs": (8, 16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096, NO_LIMIT),
     "piece_bytes": (1024, 2048, 4096, 8192, 16384),
     "num_warps": (1, 2, 4, 8, 16),
 }
@@ -20,9 +20,9 @@ _STAGING: Axes = {f"stage_{name.removeprefix('num_')}": values for name, values 
 _ROUTING: Axes = {"route_tokens": (1, 2, 4, 8, 16, 32), "route_warps": (1, 2, 4)}
 # where a grid looks: the middle of each axis
 _COARSE: Axes = {
-    "num_programs": (256, 512, 1024, 2048),
-    "piece_bytes": (4096, 8192, 16384),
-    "num_warps": (4, 8),
+    "num_programs": (512, 1024, NO_LIMIT),
+    "piece_bytes": (2048, 4096, 8192),
+    "num_warps": (2, 4, 8),
 }
 
 
@@ -61,7 +61,7 @@ def axes_of(call: Call) -> Axes:
 
 
 def effective(call: Call, shape: EpLaunchConfig) -> EpLaunchConfig:
-    """The smallest shape that launches the same programs: two shapes with one effective shape need one measurement."""
+    """What a shape comes to for this call: of two with one effective shape, one need be measured."""
     longest = 1 << (call.row_bytes - 1).bit_length()
     shape = replace(
         shape,
@@ -121,13 +121,11 @@ def search(
     def better(shape: EpLaunchConfig) -> bool:
         nonlocal best_shape, best_us
         key = effective(call, shape)
-        if key in known:
+        if key in known or (known and not (best_us > enough_us and go_on())):
             return False
-        if known and not (best_us > enough_us and go_on()):
-            return False
-        known[key] = measure(key, best_us)
+        known[key] = measure(shape, best_us)
         if best_shape is None or known[key] < best_us * (1 - margin):
-            best_shape, best_us = key, known[key]
+            best_shape, best_us = shape, known[key]
             return True
         return False
 
@@ -139,13 +137,15 @@ def search(
         improved = False
         for name, values in axes_of(call).items():
             for step in (1, -1):
-                while (neighbour := _neighbour(best_shape, name, values, step)) is not None and better(neighbour):
+                while (neighbour := _neighbour(call, best_shape, name, values[::step])) is not None and better(
+                    neighbour
+                ):
                     improved = True
     return Found(best_shape, best_us, len(known))
 
 
-def _neighbour(shape: EpLaunchConfig, name: str, values: tuple[int, ...], step: int) -> EpLaunchConfig | None:
-    """The shape with the next larger (step 1) or smaller (-1) value on an axis, None at its end."""
-    now = getattr(shape, name)
-    beyond = [v for v in values if (v > now if step > 0 else v < now)]
-    return replace(shape, **{name: beyond[0] if step > 0 else beyond[-1]}) if beyond else None
+def _neighbour(call: Call, shape: EpLaunchConfig, name: str, values: tuple[int, ...]) -> EpLaunchConfig | None:
+    """The next shape along an axis, in the order of `values`, that comes to something else; None at the axis's end."""
+    now, rising = getattr(shape, name), values[-1] > values[0]
+    others = (replace(shape, **{name: v}) for v in values if (v > now if rising else v < now))
+    return next((other for other in others if effective(call, other) != effective(call, shape)), None)
