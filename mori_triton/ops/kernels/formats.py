@@ -53,7 +53,8 @@ def unpack(words, FORMAT: tl.constexpr):
     """Packed numbers as float32, each too small by the same power of two, not in order: for sums over many rows.
 
     A sum of them `in_order`, times `lift(FORMAT)`, is bit for bit the sum of the exact values: no partial sum comes
-    near float32's limits. Two that come out of one register are neighbours here, which saves what ordering them would cost.
+    near float32's limits. Two that come out of one register are neighbours here, which saves what ordering them would
+    cost.
 
     Args:
         words: uint8, uint16 or uint32 of any shape; the lowest bits hold the first element.
@@ -111,12 +112,7 @@ def in_order(values, FORMAT: tl.constexpr, NUM_BYTES: tl.constexpr):
 @triton.jit
 def lift(FORMAT: tl.constexpr):
     """What `unpack` leaves out: 2 to the difference between fp16's exponent bias and the format's."""
-    if FORMAT == "e2m1":
-        factor: tl.constexpr = 16384.0
-    elif FORMAT == "e4m3fn":
-        factor: tl.constexpr = 256.0
-    else:
-        factor: tl.constexpr = 128.0
+    factor: tl.constexpr = 16384.0 if FORMAT == "e2m1" else 256.0 if FORMAT == "e4m3fn" else 128.0
     return factor
 
 
@@ -140,19 +136,11 @@ def encode(values, FORMAT: tl.constexpr):
     Returns:
         uint8 codes of the same shape; of e2m1 in the low nibble, see `pack_nibbles`.
     """
-    if FORMAT == "e2m1":
-        MANTISSA: tl.constexpr = 1
-        MIN_EXPONENT: tl.constexpr = 0
-        LARGEST: tl.constexpr = 0x40C00000  # 6.0
-    elif FORMAT == "e4m3fn":
-        MANTISSA: tl.constexpr = 3
-        MIN_EXPONENT: tl.constexpr = -6
-        LARGEST: tl.constexpr = 0x43E00000  # 448.0
-    else:
-        tl.static_assert(FORMAT == "e4m3fnuz")
-        MANTISSA: tl.constexpr = 3
-        MIN_EXPONENT: tl.constexpr = -7
-        LARGEST: tl.constexpr = 0x43700000  # 240.0
+    tl.static_assert(FORMAT == "e2m1" or FORMAT == "e4m3fn" or FORMAT == "e4m3fnuz")  # noqa: PLR1714 - Triton's "in"
+    MANTISSA: tl.constexpr = 1 if FORMAT == "e2m1" else 3
+    MIN_EXPONENT: tl.constexpr = 0 if FORMAT == "e2m1" else -6 if FORMAT == "e4m3fn" else -7
+    # bits of 6.0, 448.0 or 240.0
+    LARGEST: tl.constexpr = 0x40C00000 if FORMAT == "e2m1" else 0x43E00000 if FORMAT == "e4m3fn" else 0x43700000
     SHIFT: tl.constexpr = 23 - MANTISSA
     bits = values.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF

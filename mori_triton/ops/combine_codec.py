@@ -1,0 +1,114 @@
+"""combine with rows of small floats: bfloat16 rows that a codec encodes for the way, or payloads of such a format.
+
+The steps stand in for those of `ops.combine`; references are `ops.formats.encode_rows` and `decode_rows`, and
+`sum_rows_torch` here.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from mori_triton.errors import ArgumentError
+from mori_triton.ops.calls import CombineCall, num_programs, row_alignment
+from mori_triton.ops.formats import BLOCK, CODECS, FORMAT_OF_DTYPE, Codec, decode_rows, encode_rows
+from mori_triton.ops.kernels.combine_codec import combine_decode_kernel, combine_encode_kernel
+from mori_triton.ops.plans import Step
+from mori_triton.wait_sites import register_wait_site
+
+WAIT_TAG = register_wait_site("EpDispatchCombineOp.combine (combine_encode_kernel)")
+
+
+def check_codec(call: CombineCall) -> None:
+    """Raise `ArgumentError` for rows that the config's codec does not take, as MORI does for the blockwise ones."""
+    name = call.config.quant_type
+    if call.rows.dtype != torch.bfloat16:
+        raise ArgumentError(
+            f"input.dtype: want torch.bfloat16, which quant_type={name!r} encodes, got {call.rows.dtype}; "
+            'an op with quant_type="none" takes every payload dtype'
+        )
+    if call.in_place and call.rows.numel() > 0:
+        raise ArgumentError(
+            f"input: want memory of the caller's own, from which quant_type={name!r} encodes rows, got the registered "
+            'buffer; an op with quant_type="none" takes it'
+        )
+
+
+def encode_step(call: CombineCall) -> Step:
+    """Encode rows to where peers read them, bring the weights, and signal."""
+    config, shape = call.config, call.shape
+    codec = CODECS[config.quant_type]
+    row_bytes, wire_bytes = call.hidden * 2, _wire_bytes(call, codec)
+    align, wire_align = row_alignment(row_bytes, call.rows.data_ptr()), row_alignment(wire_bytes)
+    blocks = _blocks(shape.stage_piece_bytes)
+    num_pieces = triton.cdiv(call.hidden, blocks * BLOCK)
+    num_rows = 0 if call.in_place else call.num_rows
+    return call.step(
+        combine_encode_kernel, (num_programs(num_rows, num_pieces, shape.stage_programs),),
+        call.ctx, call.given("rows"), call.view("combine_in"), call.view("combine_in_weights"),
+        call.given("total"), call.view("combine_signals"), call.view("control"),
+        config.num_experts_per_token, num_rows, row_bytes // align, wire_bytes // wire_align, num_pieces,
+        call.given("weights"), call.view("combine_in_scales") if codec.scaled else None,
+        FORMAT=codec.format.name, ALIGN=align, WIRE_ALIGN=wire_align, BLOCKS=blocks, BLOCK_K=call.block_k,
+        WAIT=call.wait, TAG=WAIT_TAG, num_warps=shape.stage_warps, waits=call.wait,
+    )  # fmt: skip
+
+
+def decode_step(call: CombineCall) -> Step:
+    """Pull and sum rows that a codec encoded, or that are of a small format themselves."""
+    config, shape, n = call.config, call.shape, call.num_tokens
+    codec = CODECS.get(config.quant_type)
+    if codec is None:
+        small = FORMAT_OF_DTYPE[call.rows.dtype]
+        wire_bytes, hidden = call.hidden, call.hidden * 8 // small.bits
+        out, out_bytes = call.out.view(torch.uint8), wire_bytes
+    else:
+        small = codec.format
+        wire_bytes, hidden = _wire_bytes(call, codec), call.hidden
+        out, out_bytes = call.out, hidden * 2
+    align, out_align = row_alignment(wire_bytes), row_alignment(out_bytes)
+    blocks = _blocks(shape.piece_bytes)
+    num_pieces = triton.cdiv(hidden, blocks * BLOCK)
+    return call.step(
+        combine_decode_kernel, (num_programs(n, num_pieces, shape.num_programs),),
+        call.ctx, call.view("combine_in"), call.given("forward"), call.view("control"), out,
+        call.view("combine_out_weights"),
+        n, config.num_experts_per_token, config.max_recv, wire_bytes // align, out_bytes // out_align, num_pieces,
+        None if call.weights is None else call.view("combine_in_weights"),
+        call.view("combine_in_scales") if codec is not None and codec.scaled else None,
+        FORMAT=small.name, ALIGN=align, OUT_ALIGN=out_align, BLOCKS=blocks, BLOCK_K=call.block_k, CHUNK=call.chunk,
+        num_warps=shape.num_warps,
+    )  # fmt: skip
+
+
+def sum_rows_torch(rows: torch.Tensor, quant_type: str = "none") -> torch.Tensor:
+    """Reference of a combine for one token, or for several that have equally many rows.
+
+    Args:
+        rows: `[U, ..., h]`, the rows of its `U` distinct PEs in the order of the ids; bfloat16 with a codec, of a small
+            format's dtype without.
+
+    Returns:
+        `[..., h]` of the dtype of `rows`: their float32 sum in that order, rounded once.
+    """
+    small = FORMAT_OF_DTYPE.get(rows.dtype)
+    if small is not None:
+        values = small.decode(rows.view(torch.uint8))
+    elif quant_type == "none":
+        values = rows.float()
+    else:
+        values = decode_rows(*encode_rows(rows, quant_type), quant_type, rows.shape[-1])
+    total = torch.zeros_like(values[0])
+    for row in values:
+        total = total + row
+    return total.to(rows.dtype) if small is None else small.encode(total).view(rows.dtype)
+
+
+def _wire_bytes(call: CombineCall, codec: Codec) -> int:
+    """Bytes of an encoded row."""
+    return -(-call.hidden * codec.format.bits // 8)
+
+
+def _blocks(piece_bytes: int) -> int:
+    """Blocks of a program's piece: as many elements as a plain combine of bfloat16 rows has."""
+    return max(1, piece_bytes // 2 // BLOCK)

@@ -1,0 +1,230 @@
+"""Rounds of dispatch and combine with small floats: inputs, a program for a PE of any world, and the check of all PEs.
+
+Experts are looked up, not computed: the row that PE `p` makes of a token is a function of `p`, the token and the
+distribution, so the check knows every row without what dispatch brought.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from typing import Any
+
+import torch
+
+from mori_triton import ops
+from mori_triton.host import state as host_state
+from mori_triton.ops.combine_codec import sum_rows_torch
+from mori_triton.ops.formats import E2M1, FORMAT_OF_DTYPE, combine_error_bound
+from tests.ops.cases import poison
+
+EXPERTS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class CodecCase:
+    """Rounds of one op; `dtype` is combine's, `sent` dispatch's payload dtype."""
+
+    quant: str = "none"
+    values: str = "normal"
+    hidden: int = 200  # combine's columns
+    dtype: torch.dtype = torch.bfloat16
+    sent: torch.dtype = torch.bfloat16
+    num_pes: int = 3
+    top_k: int = 3
+    num_tokens: int = 3
+    rounds: int = 2
+    weights: bool = True
+    registered: bool = False
+    config: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        names = [str(d).removeprefix("torch.") for d in (self.sent, self.dtype)]
+        return f"{self.quant}-{self.values}-h{self.hidden}-{'-'.join(names)}-{self.num_pes}pes-k{self.top_k}"
+
+
+def generator(*what: Any) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(repr(what).encode()))
+
+
+def bfloat16_rows(values: str, hidden: int, seed: torch.Generator) -> torch.Tensor:
+    """`[hidden]` bfloat16 of a distribution."""
+    row = torch.randn(hidden, generator=seed)
+    column = torch.arange(hidden)
+    if values == "wide":
+        row = row * torch.ldexp(torch.ones(hidden), torch.randint(-14, 14, (hidden,), generator=seed))
+    elif values == "outlier":
+        row[torch.randint(0, hidden, (1,), generator=seed)] = 1e4
+    elif values == "large":
+        row = row * 2000
+    elif values == "tiny":
+        row = row * 2.0**-124
+    elif values == "huge":
+        row = row * 2.0**124
+    elif values == "denormal":
+        row = torch.randint(-127, 128, (hidden,), generator=seed) * 2.0**-133
+    elif values == "one denormal":
+        row = torch.where(column == hidden // 2, 2.0**-133, 0.0)
+    elif values == "zeros":
+        row = torch.zeros(hidden) * torch.sign(row)
+    elif values == "powers":
+        # a block's largest is 448: its scale is 1, and all of these are numbers of e4m3
+        row = torch.ldexp(torch.sign(row), torch.randint(-9, 9, (hidden,), generator=seed))
+        row[::128] = 448.0
+    elif values == "halves":
+        # scale 1 for e2m1, whose numbers these are
+        row = E2M1.table[torch.randint(0, 16, (hidden,), generator=seed)]
+        row[::128] = 6.0
+    elif values == "infinite":
+        row = torch.where(column == hidden // 3, torch.inf, row)
+        row = torch.where(column == hidden - 1, -torch.inf, row)
+    elif values == "nan":
+        row = torch.where(column == hidden // 3, torch.nan, row)
+    elif values == "all infinite":
+        row = torch.full((hidden,), torch.inf) * torch.sign(row)
+    else:
+        assert values == "normal"
+    return row.to(torch.bfloat16)
+
+
+def random_bytes(shape: tuple[int, ...], seed: torch.Generator) -> torch.Tensor:
+    return torch.randint(0, 256, shape, generator=seed).to(torch.uint8)
+
+
+def expert_row(case: CodecCase, index: int, pe: int, source: int, token: int) -> torch.Tensor:
+    """What PE `pe` hands to combine for a token: `[hidden]` of the case's dtype."""
+    seed = generator(case.values, case.hidden, str(case.dtype), index, pe, source, token)
+    if case.dtype == torch.bfloat16:
+        return bfloat16_rows(case.values, case.hidden, seed)
+    if case.dtype in FORMAT_OF_DTYPE:
+        row = random_bytes((case.hidden,), seed)
+        form = FORMAT_OF_DTYPE[case.dtype]
+        if form.bits == 8 and case.values != "nan":
+            row[form.decode(row).isnan()] = 0x11
+        return row.view(case.dtype)
+    return torch.randn(case.hidden, generator=seed).to(case.dtype)
+
+
+def sent_tokens(case: CodecCase, index: int, pe: int) -> torch.Tensor:
+    """Dispatch's payload: any bytes, NaNs included, as they are not looked at."""
+    n = tokens_of(case, index, pe)
+    # from one row more: torch does not view nothing as another type
+    found = random_bytes((n + 1, case.hidden * case.sent.itemsize), generator("sent", case.hidden, index, pe))
+    return found.view(case.sent)[:n]
+
+
+def tokens_of(case: CodecCase, index: int, pe: int) -> int:
+    """Uneven, and sometimes none."""
+    return (case.num_tokens + pe + 2 * index) % (case.num_tokens + 1)
+
+
+def ids_of(case: CodecCase, index: int, pe: int) -> torch.Tensor:
+    """With ids of no expert among them."""
+    shape = (tokens_of(case, index, pe), case.top_k)
+    return torch.randint(-1, case.num_pes * EXPERTS, shape, generator=generator("ids", case.top_k, index, pe)).int()
+
+
+def config_of(case: CodecCase, pe: int, **changes: Any) -> ops.EpDispatchCombineConfig:
+    fields = {
+        "data_type": case.sent,
+        "rank": pe,
+        "world_size": case.num_pes,
+        "hidden_dim": case.hidden,
+        "scale_dim": 0,
+        "scale_type_size": 0,
+        "max_token_type_size": max(case.dtype.itemsize, case.sent.itemsize),
+        "max_num_inp_token_per_rank": case.num_tokens,
+        "num_experts_per_rank": EXPERTS,
+        "num_experts_per_token": case.top_k,
+        "quant_type": case.quant,
+        **dict(case.config),
+        **changes,
+    }
+    return ops.EpDispatchCombineConfig(**fields)
+
+
+def run_codec_case(pe: int, case: CodecCase) -> list[dict[str, Any]]:
+    """What a PE runs. Returns of every round what came, bit for bit, and what combine gave."""
+    op = ops.EpDispatchCombineOp(config_of(case, pe))
+    poison(op)
+    if "combine_in_scales" in [region.name for region in op._layout.regions]:
+        poison(op, "combine_in_scales")
+    host_state.current().bootstrap.barrier("poisoned")
+    outcomes = []
+    for index in range(case.rounds):
+        ids, tokens = ids_of(case, index, pe), sent_tokens(case, index, pe)
+        weights = torch.rand(ids.shape, generator=generator("weights", index, pe)) if case.weights else None
+        on_device = [None if t is None else t.to(op.device) for t in (tokens, weights, None, ids)]
+        out, out_weights, _, _, total = op.dispatch(*on_device)
+        sources, positions = op.decode_send_flat_idx(op.get_dispatch_src_token_pos().cpu())
+        pairs = list(zip(sources.tolist(), positions.tolist(), strict=True))
+        came = out[: len(pairs)].view(torch.uint8).cpu().clone()
+        rows = torch.empty(len(pairs), case.hidden * case.dtype.itemsize, dtype=torch.uint8)
+        for i, (source, token) in enumerate(pairs):
+            rows[i] = expert_row(case, index, pe, source, token).view(torch.uint8)
+        if case.registered:
+            buffer = op.get_registered_combine_input_buffer(case.dtype, case.hidden)
+            buffer.view(torch.uint8)[: len(pairs)] = rows.to(op.device)
+            given = buffer
+        else:
+            given = torch.empty(max(1, len(pairs)), rows.shape[1], dtype=torch.uint8, device=op.device)
+            given[: len(pairs)] = rows.to(op.device)
+            given = given.view(case.dtype)
+        poison(op, "combine_out", "combine_out_weights")
+        combined, back = op.combine(given, out_weights if case.weights else None, on_device[3])
+        outcomes.append(
+            {
+                "total": int(total.cpu()[0]) if op.device.type == "cpu" else len(pairs),
+                "pairs": pairs,
+                "came": came,
+                "combined": combined.view(torch.uint8).cpu().clone(),
+                "weights": None if back is None else back.cpu().clone(),
+            }
+        )
+    op.close()
+    return outcomes
+
+
+def owners(ids: torch.Tensor, num_pes: int) -> list[int]:
+    """Distinct PEs of a row of expert ids, in order."""
+    return list(dict.fromkeys(i // EXPERTS for i in ids.tolist() if 0 <= i < num_pes * EXPERTS))
+
+
+def same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Bit for bit, but that one NaN is as good as another where a type has many."""
+    if want.dtype in FORMAT_OF_DTYPE:
+        return torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    both = got.isnan() & want.isnan()
+    return torch.equal(torch.where(both, 0, got).view(torch.uint8), torch.where(both, 0, want).view(torch.uint8))
+
+
+def check_codec_case(case: CodecCase, results: list[list[dict[str, Any]]]) -> None:
+    """Dispatch: bytes as sent. Combine: bit for bit the reference, and every element within its error bound."""
+    for index in range(case.rounds):
+        payloads = [sent_tokens(case, index, pe) for pe in range(case.num_pes)]
+        for pe in range(case.num_pes):
+            got, ids = results[pe][index], ids_of(case, index, pe)
+            assert got["total"] == len(got["pairs"]) == len(set(got["pairs"]))
+            for row, (source, token) in enumerate(got["pairs"]):
+                assert torch.equal(got["came"][row], payloads[source][token].view(torch.uint8)), (index, pe, row)
+            for token, mine in enumerate(ids):
+                to = owners(mine, case.num_pes)
+                combined = got["combined"][token].view(case.dtype)
+                if not to:
+                    assert not got["combined"][token].any(), "a token that went nowhere"
+                    continue
+                rows = torch.stack([expert_row(case, index, p, pe, token).view(torch.uint8) for p in to])
+                want = sum_rows_torch(rows.view(case.dtype), case.quant)
+                assert same_bits(combined, want), (index, pe, token, combined, want)
+                if case.dtype not in FORMAT_OF_DTYPE:
+                    check_bound(rows.view(case.dtype), combined, case.quant)
+            # rows that hold nothing
+            assert bool((got["combined"][len(ids) :] == 255).all())
+
+
+def check_bound(rows: torch.Tensor, combined: torch.Tensor, quant: str) -> None:
+    """Every element of `combined` as near to the exact sum as `ops.formats` says."""
+    bound = combine_error_bound(rows, quant)
+    error = (combined.double() - rows.double().sum(0)).abs()
+    beyond = (error > bound) | (error.isnan() & bound.isfinite())
+    assert not beyond.any(), (quant, beyond.nonzero()[0], error[beyond][0], bound[beyond][0])
