@@ -1,6 +1,8 @@
 """GPUs that are none: asynchronous streams, events and graphs of launches, whose kernels run on the emulated device.
 
 Only launches are asynchronous. Torch operations on the (CPU) tensors happen at once, so tests synchronise before them.
+Loading a kernel waits for the kernels that run on that GPU, as on a real one. Every PE loads for itself, which PEs of one
+real GPU need not.
 """
 
 from __future__ import annotations
@@ -138,9 +140,7 @@ class FakeDriver(CpuDriver):
         self.gpus, self.device_index = gpus, index
 
     def synchronize(self) -> None:
-        for stream in list(self.gpus.streams):
-            if stream.index == self.device_index:
-                stream.synchronize()
+        self.gpus.synchronize(self.device_index)
 
 
 class FakeGpus:
@@ -157,6 +157,20 @@ class FakeGpus:
         self.driver = emulated_driver.driver()
         self.driver.hold()
         self.made.append(self)
+        self.num_loads = 0
+        load = self.driver.utils.load_binary
+
+        def load_when_idle(name: str, binary: bytes, shared: int, number: int) -> Any:
+            self.num_loads += 1
+            self.synchronize(next(stream.index for stream in self.streams if stream.device.number == number))
+            return load(name, binary, shared, number)
+
+        self.driver.utils.load_binary = load_when_idle  # type: ignore[method-assign]
+
+    def synchronize(self, index: int) -> None:
+        for stream in list(self.streams):
+            if stream.index == index:
+                stream.synchronize()
 
     def open_driver(self, index: int, heap_mode: str) -> FakeDriver:
         return FakeDriver(self, index)
@@ -171,6 +185,7 @@ class FakeGpus:
         stream.close()
 
     def close(self) -> None:
+        del self.driver.utils.load_binary
         self.driver.release()
 
     def enter(self, stream: FakeStream) -> None:

@@ -8,7 +8,7 @@ import torch
 
 import mori_triton as mori
 from mori_triton import shmem
-from mori_triton.device.launch import launch
+from mori_triton.device.launch import launch, load
 from mori_triton.errors import ArgumentError, PeerTimeout, StateError
 from mori_triton.host import state
 from mori_triton.world import gpu, gpus
@@ -48,11 +48,19 @@ def test_each_pe_has_its_stream_on_its_gpu(fake, monkeypatch):
 def test_waits_that_are_launched_before_what_they_wait_for(n):
     def program(pe):
         signal, out = words(), torch.full((1,), -1)
+        gpus, side = mori.current_world()._run("test").gpus, side_stream(pe)
+
+        def turn():
+            load(wait_kernel, shmem.context(), signal, out, 1)
+            with gpus.stream(side):
+                load(tell_kernel, shmem.context(), signal, 1)
+
+        mori.current_world().preload(turn)
         for step in range(1, 4):
             # every wait is on its stream before anybody is told
             launch(wait_kernel, (1,), shmem.context(), signal, out, step)
             state.current().meet("everybody waits")
-            with mori.current_world()._run("test").gpus.stream(side_stream(pe)):
+            with gpus.stream(side):
                 launch(tell_kernel, (1,), shmem.context(), signal, step)
             shmem.shmem_barrier_all()
             assert int(out) == step
@@ -113,6 +121,7 @@ def test_a_barrier_on_the_stream():
         x, out = words(), torch.full((1,), -1)
         for step in range(1, 4):
             launch(put_right_kernel, (1,), shmem.context(), x, 10 * step + pe)
+            # also the first time, when each PE has to load it
             shmem.shmem_barrier_on_stream()
             launch(copy_kernel, (1,), x, out)
             shmem.shmem_barrier_on_stream()
@@ -196,6 +205,31 @@ def test_finalize_and_init_again_inside():
 
 
 # ----------------------------------------------------------------------------------------------- preload and graphs
+def wait_then_load(pe, preloaded):
+    """PE 0's kernel waits for PE 1, which has to load a kernel first."""
+    signal, out = words(), torch.full((1,), -1)
+
+    def turn():
+        load(tell_kernel, shmem.context(), signal, 1)
+
+    if preloaded:
+        mori.current_world().preload(turn)
+    if pe == 0:
+        launch(wait_kernel, (1,), shmem.context(), signal, out, 3)
+    state.current().meet("PE 0 waits")
+    if pe == 1:
+        launch(tell_kernel, (1,), shmem.context(), signal, 3)
+    shmem.shmem_barrier_all()
+    return int(out)
+
+
+def test_loading_while_a_peer_waits_and_before():
+    # so that compiling is no part of it
+    assert world(2).run(wait_then_load, True) == [3, -1]
+    with pytest.raises(PeerTimeout, match=r"on PE 0 waiting for PE 1: allocation 0 of PE 0, expected >= 3, saw 0"):
+        world(2, timeout_s=0.5).run(wait_then_load, False)
+
+
 def test_preload_is_one_pe_after_the_other_on_idle_devices(fake):
     order, at_once = [], threading.Lock()
 

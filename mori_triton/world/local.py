@@ -158,7 +158,7 @@ class LocalWorld:
         return self._run("preload").preload(load)
 
     def graph(self, step: Callable[[], Any]) -> WorldGraph:
-        """The steps of all PEs as one graph, to be replayed together; the same object for every PE.
+        """The steps of all PEs as one graph, to be replayed together.
 
         Collective, inside the program; every PE gives its own step. On GPUs the steps are captured, not executed, into
         one CUDA graph by PE 0's thread, one after the other, each as its PE and on that PE's stream. So a step
