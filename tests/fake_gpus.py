@@ -1,8 +1,8 @@
 """GPUs that are none: asynchronous streams, events and graphs of launches, whose kernels run on the emulated device.
 
 Only launches are asynchronous. Torch operations on the (CPU) tensors happen at once, so tests synchronise before them.
-Loading a kernel waits for the kernels that run on that GPU, as on a real one. Every PE loads for itself, which PEs of one
-real GPU need not.
+Loading a kernel waits for the kernels that run on that GPU, as on a real one. Every PE loads for itself, which PEs of
+one real GPU need not.
 """
 
 from __future__ import annotations
