@@ -116,7 +116,7 @@ class _Pe:
     def __init__(self, pe: int, world: Any, measured: Measured) -> None:
         self.pe, self.world, self.measured = pe, world, measured
         self.problem, self.method = measured.problem, measured.method
-        self.barrier = host_state.current().bootstrap.barrier
+        self.state = host_state.current()
         self.op = ops.EpDispatchCombineOp(self.problem.config(pe))
         self.device = self.op.device
         self.mine: Inputs = problem.inputs(self.problem, pe, self.device)
@@ -155,9 +155,8 @@ class _Pe:
 
     def meet(self, what: str) -> None:
         """All PEs, everything launched so far done."""
-        if self.device.type != "cpu":
-            torch.cuda.synchronize(self.device)
-        self.barrier(what)
+        self.state.driver.synchronize()
+        self.state.bootstrap.barrier(what)
 
     # ------------------------------------------------------------------------------------------------------- checks
     def checked_round(self, what: str) -> None:
@@ -248,9 +247,9 @@ class _Pe:
 
             def together() -> None:
                 before()
-                self.barrier("start")
+                self.state.bootstrap.barrier("start")
                 graph.replay()
-                self.barrier("end")
+                self.state.bootstrap.barrier("end")
 
             times = clock.host_times(together, self.method.replays, take)
         elif self.pe == 0:

@@ -57,8 +57,7 @@ class Pe:
         shared[pe] = self.mine
 
     def meet(self, what: str) -> None:
-        if self.op.device.type != "cpu":
-            torch.cuda.synchronize(self.op.device)
+        host_state.current().driver.synchronize()
         host_state.current().bootstrap.barrier(what)
 
     def dispatch(self, **options: Any) -> tuple:

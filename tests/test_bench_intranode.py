@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -194,3 +195,34 @@ def test_the_check_of_sums_takes_rows_from_their_slots() -> None:
     rows[1][3, 2] += 1
     with pytest.raises(AssertionError, match="summed"):
         problem.check_summed(this, 1, sources, rows, mine, out)
+
+
+# ------------------------------------------------------------------ the way it goes on GPUs, on GPUs that are none
+@pytest.mark.parametrize("kernel_type", ["IntraNode", "IntraNodeLL"])
+def test_graphs_of_all_pes_are_captured_replayed_and_checked(kernel_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench import clock, measure
+    from mori_triton.host import state
+    from mori_triton.world import gpu, gpus
+    from tests.fake_gpus import FakeGpus, FakeGraph
+
+    replayed = []
+
+    def times(launch: Any, repeats: int, after: Any) -> clock.Times:
+        def go() -> None:
+            launch()
+            state.current().driver.synchronize()
+
+        replayed.append(launch.__self__)
+        return clock.host_times(go, repeats, after)
+
+    monkeypatch.setattr(FakeGpus, "made", [], raising=False)
+    monkeypatch.setattr(gpu, "Gpus", FakeGpus)
+    monkeypatch.setattr(gpus, "check_available", lambda device: None)
+    monkeypatch.setattr(clock, "event_times", times)
+    monkeypatch.setattr(measure, "copy_rate_gbs", lambda *args: 1.0)
+    this = Problem(3, 5, hidden=264, top_k=4, experts=12, kernel_type=kernel_type)
+    rows = measure.measure(this, measure.Method("cuda", chain=2, replays=2))
+    # two pairs as a chain, by phases and as one round; three phases alone, two of them also as a chain
+    assert len(replayed) == 2 * 3 + 3 + 2
+    assert all(isinstance(graph, FakeGraph) for graph in replayed)
+    assert {row["chain"] for row in rows if row["how"].startswith("graph of")} == {1, 2}
