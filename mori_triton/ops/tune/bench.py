@@ -179,6 +179,9 @@ class PeBench:
         graph = self.world.graph(lambda: [self._step(call, op) for _ in range(rounds)])
         times = time_step_us(graph, self.state, self.device, repeats, give_up_us * rounds)
         op._set_launch(call.phase, None)
+        # nobody launches anything while a graph is taken apart
+        del graph
+        self.state.bootstrap.barrier("tune: the graph is gone")
         return [us / rounds for us in times]
 
     # --------------------------------------------------------------------------------------------------------- check
@@ -230,17 +233,13 @@ class PeBench:
             part = slice(start, min(start + _ROWS, n))
             tokens, to = mine[call.dtype][part], owners[part]
             sums = torch.zeros(tokens.shape, dtype=torch.float32, device=self.device)
-            bound = torch.zeros((), dtype=torch.float64, device=self.device)
+            bound = torch.zeros(tokens.shape, dtype=torch.float64, device=self.device)
             for k in range(to.shape[1]):
-                first = (to[:, :k] != to[:, k : k + 1]).all(1)
-                for pe in range(self.problem.ep_size):
-                    came = (first & (to[:, k] == pe)).nonzero().flatten()
-                    rows = _expert(pe, tokens[came])
-                    sums[came] += rows.float()
-                    if call.quant_type != "none" and call.quant_type is not None:
-                        more = torch.zeros(sums.shape, dtype=torch.float64, device=self.device)
-                        more[came] = formats.codec_error_bound(rows, call.quant_type)
-                        bound = bound + more
+                first = (to[:, :k] != to[:, k : k + 1]).all(1, keepdim=True)
+                rows = torch.where(first, _expert(to[:, k : k + 1], tokens), 0.0)
+                sums += rows.float()
+                if call.quant_type != "none":
+                    bound += formats.codec_error_bound(rows, call.quant_type or "none")
             if call.quant_type == "none":
                 if not torch.equal(_as_bytes(out[part]), _as_bytes(sums.to(out.dtype))):
                     return "sums are not those of the rows"
@@ -257,9 +256,10 @@ class PeBench:
             op.close()
 
 
-def _expert(pe: int, rows: torch.Tensor) -> torch.Tensor:
-    """What the experts of a PE make of rows: different on each, rounded once."""
-    return rows * (1.0 + pe % 4)
+def _expert(pe: int | torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """What the experts of a PE, or of one PE for each row, make of rows: different on each, rounded once."""
+    factor = 1 + pe % 4
+    return rows * (factor.to(rows.dtype) if isinstance(factor, torch.Tensor) else factor)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
