@@ -63,27 +63,39 @@ def launch(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> Any:
     return compiled
 
 
-_loading = threading.RLock()
+_compiling = threading.RLock()
 
 
 def load(kernel: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """Compile a `@triton.jit` function for these arguments, link it, check that, and load it on the current device.
 
-    Threads take turns: Triton's own caches let two that want the same kernel meet it half loaded.
+    Threads that want the same kernel take turns, for Triton lets two of them meet it half compiled or half loaded. Who
+    loads may have to wait until running kernels end, so nobody else waits for that: not those who want another kernel,
+    nor those whose kernel is loaded.
 
     Returns:
         The compiled kernel and Triton's driver. Errors as of `launch`.
     """
     from triton.runtime import driver
 
-    with _loading:
-        active = driver.active
+    active = driver.active
+    # touches no GPU
+    with _compiling:
         compiled = kernel.warmup(*args, grid=(1,), **{**kwargs, **_options(kwargs)})
-        if compiled is None:
-            raise StateError(f"{kernel.__name__}: a jit_cache_hook of Triton took the compilation over")
-        check_linked(compiled)
-        compiled._init_handles()
+    if compiled is None:
+        raise StateError(f"{kernel.__name__}: a jit_cache_hook of Triton took the compilation over")
+    check_linked(compiled)
+    own = vars(compiled)
+    # Triton sets `module` in the middle of loading; the emulated device takes it away again
+    if compiled.module is None or _LOADED not in own:
+        with own.setdefault(_LOCK, threading.RLock()):
+            compiled._init_handles()
+            own[_LOADED] = True
     return compiled, active
+
+
+# attributes of a compiled kernel that are ours
+_LOADED, _LOCK = "_mori_triton_loaded", "_mori_triton_lock"
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:

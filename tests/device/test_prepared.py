@@ -51,6 +51,11 @@ def ids_kernel(out_ptr, first):
     tl.store(out_ptr + at, first + 100 * x + 10 * y + z)
 
 
+@triton.jit(do_not_specialize=["out_ptr", "first"])
+def slow_kernel(out_ptr, first):
+    tl.store(out_ptr, first)
+
+
 def mixed(pes: Pes, pe: int, prepared: PreparedKernel, count: int, big: int, more: torch.Tensor | None) -> None:
     """Launch and compare with torch."""
     x = torch.randint(-50, 50, (max(count, 1) + 3,), dtype=torch.int32)
@@ -211,6 +216,46 @@ def test_threads_that_prepare_and_launch_at_once_load_one_module() -> None:
         assert not failures
         assert [int(out) for out in outs] == [7 + i for i in range(len(outs))]
         assert len(modules) == before + 1
+
+
+def test_nobody_waits_for_anothers_loading() -> None:
+    """Loading waits for running kernels, and one of those may wait for a kernel that another thread is to launch."""
+    pes, failures = Pes(1, "gfx1201"), []
+    loading, go_on = threading.Event(), threading.Event()
+    outs = torch.full((3,), -1, dtype=torch.int32)
+
+    def slow(module: Any, function: Any, name: str, group: Any, key: Any) -> None:
+        if threading.current_thread().name == "slow":
+            loading.set()
+            assert go_on.wait(10), "somebody waited for this kernel"
+
+    def load_slowly(number: int) -> None:
+        emulator.set_device(number)
+        try:
+            prepare(slow_kernel, outs, 0, num_warps=1)((1,), outs[2:], 5)
+        except BaseException as error:
+            failures.append(error)
+
+    runtime = triton.knobs.runtime
+    with pes.current(0):
+        number = emulator.current_device()
+        prepared = prepare(ids_kernel, outs, 0, num_warps=2)
+        thread = threading.Thread(target=load_slowly, args=(number,), name="slow")
+        runtime.kernel_load_end_hook.add(slow)
+        try:
+            thread.start()
+            assert loading.wait(30)
+            # loaded before, and new to everyone
+            launching.launch(ids_kernel, (1,), outs, 3, num_warps=2)
+            prepare(ids_kernel, outs, 0, num_warps=4)((1,), outs[1:], 4)
+            prepared((1,), outs, 6)
+            assert outs.tolist() == [6, 4, -1]
+        finally:
+            go_on.set()
+            thread.join()
+            runtime.kernel_load_end_hook.remove(slow)
+    assert not failures
+    assert outs.tolist() == [6, 4, 5]
 
 
 class StubDriver:
