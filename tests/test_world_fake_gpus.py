@@ -9,7 +9,7 @@ import torch
 import mori_triton as mori
 from mori_triton import shmem
 from mori_triton.device.launch import launch, load
-from mori_triton.errors import ArgumentError, PeerTimeout, StateError
+from mori_triton.errors import ArgumentError, DriverError, PeerTimeout, StateError
 from mori_triton.host import state
 from mori_triton.world import gpu, gpus
 from tests.fake_gpus import FakeGpus
@@ -319,3 +319,25 @@ def test_calls_in_the_wrong_place():
             other.graph(lambda: None)
 
     one.run(program)
+
+
+def test_a_device_that_fails(fake, monkeypatch):
+    """What cannot be given back is noted with the error, and the rest is taken down."""
+
+    def program(pe):
+        def broken():
+            raise DriverError(f"illegal access on the GPU of PE {pe}")
+
+        shmem.shmem_barrier_all()
+        if pe == 1:
+            monkeypatch.setattr(state.current().driver, "synchronize", broken)
+        shmem.shmem_barrier_all()
+
+    with pytest.raises(DriverError, match="illegal access on the GPU of PE 1") as caught:
+        world(2).run(program)
+    text = "; ".join(getattr(caught.value, "__notes__", [str(caught.value.__cause__)]))
+    assert text == "raised by PE 1 of 2; while the world was taken down: illegal access on the GPU of PE 1"
+    # streams of a GPU that has failed are of no use to a later world
+    assert fake[0].given == 0
+    for stream in fake[0].streams:
+        fake[0].give_stream(stream)

@@ -344,6 +344,39 @@ assert t.world(16).run(t.ring, 3) == [True] * 16
 assert t.world(16).run(t.ring_of_rounds, 16, 2, 1) == [True] * 16
 """
 
+STRAY = """
+import time
+import torch
+import triton
+import triton.language as tl
+from mori_triton import shmem
+from tests import test_world_gpu1 as t
+
+@triton.jit(do_not_specialize=["address"])
+def stray_kernel(address):
+    tl.store(address.to(tl.pointer_type(tl.int64)), 1)
+
+def program(pe):
+    signal_word, out = t.words(), t.words()
+    t.mori.current_world().preload(lambda: t.load(t.wait_kernel, shmem.context(), signal_word, out, 1))
+    if pe == 1:
+        t.launch(stray_kernel, (1,), 8)
+    else:
+        t.launch(t.wait_kernel, (1,), shmem.context(), signal_word, out, 1)
+    shmem.shmem_barrier_all()
+
+start = time.monotonic()
+try:
+    t.world(3, timeout_s=3.0).run(program)
+except RuntimeError as error:
+    text = str(error) + str(getattr(error, "__notes__", error.__cause__))
+    assert "ILLEGAL_ADDRESS" in text or "illegal memory access" in text, text
+    assert "raised by PE" in text, text
+else:
+    raise AssertionError("no error")
+assert time.monotonic() - start < 30
+"""
+
 ONE_PE = """
 import sys
 import torch
@@ -387,6 +420,11 @@ def outputs(*processes):
 @pytest.mark.parametrize("code", [STREAMS, MANY], ids=["two streams of each PE", "16 PEs on a GPU"])
 def test_more_streams_than_hardware_queues(code):
     outputs(python(code, CUDA_DEVICE_MAX_CONNECTIONS="32"))
+
+
+def test_a_gpu_that_fails():
+    """CUDA refuses everything after an illegal access: the world ends all the same, and so does the process."""
+    outputs(python(STRAY))
 
 
 @pytest.mark.parametrize("mode", ["static_heap", "vmm"])

@@ -256,7 +256,9 @@ class Run(ABC):
             said = "\n".join([str(error), *later])
             notes += [line for line in lines if line not in said]
             notes += later
-        notes += [f"while the world was taken down: {text}" for text in self.remains if text is not error]
+        if self.remains:
+            more = f" (and {len(self.remains) - 1} more errors)" if len(self.remains) > 1 else ""
+            notes.append(f"while the world was taken down: {self.remains[0]}{more}")
         if hasattr(error, "add_note"):
             for note in notes:
                 error.add_note(note)
