@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import dataclasses
 import os
 import re
 import subprocess
@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-import triton
-from triton.compiler import ASTSource
 
 import mori_triton
 from mori_triton.device import probe
-from mori_triton.device.launch import FP_FUSION, TARGETS, check_linked, get_extern_libs, gpu_target
-from mori_triton.ops import buffers, combine, dispatch, local_expert_count, tuning
+from mori_triton.device.launch import TARGETS, cross_compile
+from mori_triton.ops import buffers, calls, combine, dispatch, plans, routing, tuning
+from mori_triton.ops.config import EpDispatchCombineKernelType
+from mori_triton.ops.kernels import finish
+from mori_triton.shmem import stream_barrier
 from tests.ops.cases import Case, config_of
 
 pytestmark = pytest.mark.compile
@@ -38,7 +39,7 @@ class Specimen:
     """A kernel with the argument types and constants of one launch."""
 
     def __init__(self, kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self.kernel = kernel
+        self.kernel, self.name = kernel, kernel.__name__
         self.options = {"num_warps": named.pop("num_warps")}
         self.signature, self.constants = {}, dict(named)
         for name, value in zip(kernel.arg_names, args, strict=False):
@@ -48,19 +49,8 @@ class Specimen:
                 self.signature[name] = POINTERS[value.dtype] if isinstance(value, torch.Tensor) else "i32"
 
     def build(self, arch: str) -> Any:
-        """As a launch would compile it: pointers are aligned to 16 bytes, and on HIP less than 2 GiB is behind each."""
-        names, target = self.kernel.arg_names, gpu_target(arch)
-        hints = [["tt.divisibility", 16]] + ([["tt.pointer_range", 32]] if target.backend == "hip" else [])
-        source = ASTSource(
-            fn=self.kernel,
-            signature={**self.signature, **dict.fromkeys(self.constants, "constexpr")},
-            constexprs={(names.index(name),): value for name, value in self.constants.items()},
-            attrs={(names.index(name),): hints for name, kind in self.signature.items() if kind.startswith("*")},
-        )
-        options = {"extern_libs": get_extern_libs(target), "enable_fp_fusion": FP_FUSION, **self.options}
-        built = triton.compile(source, target=target, options=options)
-        check_linked(built)
-        return built
+        """As `prepare` would compile it: nothing is known of the arguments but their types."""
+        return cross_compile(self.kernel, self.signature, self.constants, arch=arch, **self.options)
 
     def compile(self, arch: str) -> str:
         built = self.build(arch)
@@ -82,16 +72,17 @@ class HostMemory:
         return self.bytes[address : address + num_bytes].view(dtype).view(shape)
 
 
-def launches(case: Case, monkeypatch: pytest.MonkeyPatch) -> dict[str, Specimen]:
-    """The launches of one round of `case`, by kernel, as the ops make them; none happens."""
+def launches(case: Case, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> dict[str, Specimen]:
+    """The launches of one round of `case`, by kernel, as an op makes them, whole and in two halves; none happens."""
     made: dict[str, Specimen] = {}
 
-    def record(kernel: Any, grid: Any, *args: Any, **named: Any) -> None:
+    def record(kernel: Any, *args: Any, **named: Any) -> Specimen:
+        # a half of a round comes first; what is launched for the whole is the larger kernel
         made[kernel.__name__] = Specimen(kernel, args, named)
+        return made[kernel.__name__]
 
-    for module in (dispatch, combine, importlib.import_module("mori_triton.ops.local_expert_count")):
-        monkeypatch.setattr(module, "launch", record)
-    config = config_of(case, 0)
+    monkeypatch.setattr(plans, "prepare", record)
+    config = config_of(case, 0, **changes)
     layout = buffers.ep_buffer_layout(config)
     views = buffers.EpBuffers(layout, 0, HostMemory(layout.num_bytes))
     ctx, n, k = torch.zeros(16, dtype=torch.int64), case.max_tokens, case.top_k
@@ -99,12 +90,23 @@ def launches(case: Case, monkeypatch: pytest.MonkeyPatch) -> dict[str, Specimen]
     weights = torch.zeros(n, k) if case.weights else None
     scales = torch.zeros(n, case.scales[0]) if case.scales[0] else None
     indices = torch.zeros(n, k, dtype=torch.int32)
-    shape = tuning.launch_config("cuda")
-    given = dispatch.check_dispatch(config, tokens.device, tokens, weights, scales, indices)
-    dispatch.launch_dispatch(views, ctx, config, given, shape)
-    combine.launch_combine(views, ctx, config, tokens, weights, n, shape)
-    counts = torch.zeros(case.experts_per_pe, dtype=torch.int32)
-    local_expert_count(config, indices, torch.zeros(1, dtype=torch.int32), counts)
+    data = dispatch.check_dispatch(config, tokens.device, tokens, weights, scales, indices)
+    handle = routing.new_handle(config, tokens.device, n)
+    sizes = {"num_tokens": n, "row_bytes": case.hidden * tokens.itemsize, "dtype": tokens.dtype, "top_k": k}
+    for wait in (False, True):
+        shape = tuning.launch_config("cuda", "dispatch", **sizes)
+        common = config, views, ctx, handle
+        sent = calls.DispatchCall(*common, shape, wait, plans.StepMaker(), data=data, replay=False)
+        dispatch.plan_dispatch(sent)
+        dispatch.recv_steps(sent)
+        shape = tuning.launch_config("cuda", "combine", **sizes)
+        back = calls.CombineCall(
+            *common, shape, wait, plans.StepMaker(), rows=tokens, weights=weights, num_tokens=n, in_place=False
+        )
+        combine.plan_combine(back)
+        combine.recv_step(back)
+    words = torch.zeros(64, dtype=torch.int64)
+    plans.StepMaker()(finish.sync_kernel, (1,), ctx, words, words, 1, TAG=1, num_warps=1)
     return made
 
 
@@ -113,10 +115,19 @@ FULL = Case(hidden=2880, top_k=8, scales=(4, 4))
 
 @pytest.fixture
 def specimens(monkeypatch: pytest.MonkeyPatch) -> dict[str, Specimen]:
-    made = launches(FULL, monkeypatch)
     ring = Specimen(probe.ring_kernel, (), {"num_warps": 4})
     ring.signature = dict(probe.RING_SIGNATURE)
-    return {**made, probe.ring_kernel.__name__: ring}
+    variants = (
+        {"kernel_type": EpDispatchCombineKernelType.IntraNodeLL},
+        {"deterministic": True},
+        {"quant_type": "fp8_blockwise"},
+        {},
+    )
+    barrier = Specimen(stream_barrier.barrier_kernel, (torch.zeros(16, dtype=torch.int64),), {"num_warps": 1})
+    made = {probe.ring_kernel.__name__: ring, stream_barrier.barrier_kernel.__name__: barrier}
+    for changes in variants:
+        made |= launches(dataclasses.replace(FULL, dtype="bfloat16"), monkeypatch, **changes)
+    return made
 
 
 def package_kernels() -> set[str]:
@@ -129,19 +140,29 @@ def package_kernels() -> set[str]:
     return {name for name in found if name.endswith("_kernel")}
 
 
+# their own test compiles them
+ELSEWHERE = {"local_expert_count_kernel", "clear_counts_kernel"}
+
+
 def test_no_kernel_is_forgotten(specimens: dict[str, Specimen]) -> None:
-    assert package_kernels() == set(specimens)
-    assert len(specimens) >= 7
+    assert package_kernels() - ELSEWHERE == set(specimens) == set(KERNELS)
 
 
 KERNELS = (
+    "barrier_kernel",
     "combine_copy_kernel",
+    "combine_decode_kernel",
+    "combine_encode_kernel",
+    "combine_recv_kernel",
     "combine_reduce_kernel",
+    "dispatch_assign_kernel",
     "dispatch_copy_kernel",
+    "dispatch_count_kernel",
+    "dispatch_ll_kernel",
+    "dispatch_recv_kernel",
     "dispatch_route_kernel",
-    "dispatch_wait_kernel",
-    "local_expert_count_kernel",
     "ring_kernel",
+    "sync_kernel",
 )
 
 # what the assembly calls things: row loads and stores of 16 bytes; what makes a wave's stores reach the device, the
@@ -183,13 +204,18 @@ SM_90 = {
 # its first-level cache writes through, so a wait for the stores is the whole release
 GFX1201 = {**GFX12, "device_release": r"s_wait_storecnt 0x0"}
 WORDS = {"gfx1201": GFX1201, "gfx1250": GFX12, "gfx942": GFX9, "gfx950": GFX9, "sm_90": SM_90}
-SENDS = ("load16", "store16", "device_release", "arrival", "release", "signal")
+SENDS = ("load16", "store16", "device_release", "arrival", "release", "signal", "poll", "acquire")
+WAITS = ("poll", "acquire")
 NEEDS = {
     "dispatch_route_kernel": ("add",),
     "dispatch_copy_kernel": SENDS,
-    "dispatch_wait_kernel": ("poll", "acquire"),
+    "dispatch_ll_kernel": (*SENDS, "add"),
+    "dispatch_recv_kernel": WAITS,
+    "dispatch_count_kernel": ("device_release", "arrival", "release", "signal", *WAITS),
     "combine_copy_kernel": SENDS,
-    "combine_reduce_kernel": ("poll", "acquire", "load16", "store16"),
+    "combine_recv_kernel": WAITS,
+    "combine_reduce_kernel": ("load16", "store16"),
+    "sync_kernel": ("release", "signal", *WAITS),
 }
 
 
@@ -198,17 +224,24 @@ NEEDS = {
 def test_compiles_links_and_orders(name: str, arch: str, specimens: dict[str, Specimen]) -> None:
     lines = specimens[name].compile(arch).splitlines()
     at = {what: [i for i, line in enumerate(lines) if re.search(word, line)] for what, word in WORDS[arch].items()}
-    for what in NEEDS.get(name, ()):
+    needs = NEEDS.get(name, ())
+    for what in needs:
         assert at[what], f"no {what} ({WORDS[arch][what]})"
-    if NEEDS.get(name) == SENDS:
-        arrival, signal = min(at["arrival"]), max(at["signal"])
-        last_row = max(i for i in at["store16"] if i < arrival)
-        assert any(last_row < i < arrival for i in at["device_release"])
+    if "arrival" in needs:
+        arrival, signal = min(at["arrival"]), min(at["signal"])
+        # the text of PTX need not have blocks in the order in which they run
+        if "store16" in needs and arch != "sm_90":
+            last_row = max(i for i in at["store16"] if i < arrival)
+            assert any(last_row < i < arrival for i in at["device_release"])
         assert any(arrival < i < signal for i in at["release"])
+    if "signal" in needs:
+        # it waits for the peers when it has told them; an error record reads at system scope too, whence "any"
+        assert any(min(at["signal"]) < i for i in at["poll"])
+    if "poll" in needs:
+        assert any(min(at["poll"]) < i for i in at["acquire"])
     if name == "combine_reduce_kernel":
-        # after the last poll every wave acquires, before it loads the first row
-        first_row = min(i for i in at["load16"] if i > min(at["poll"]))
-        assert any(min(at["poll"]) < i < first_row for i in at["acquire"])
+        assert not at["poll"]
+        assert not at["signal"]
 
 
 @pytest.mark.parametrize(
@@ -241,12 +274,13 @@ def test_gfx1250_whatever_arguments_are_absent(
     """Triton 3.6 preloads arguments there, and where they fill 30 words, the most, its assembler refuses its own text:
     "amdgpu_user_sgpr_count smaller than than implied by enabled user SGPRs". 29 are fine.
     """
-    made = launches(Case(hidden=24, weights=weights, scales=scales), monkeypatch)
-    for name in ("dispatch_copy_kernel", "combine_copy_kernel", "combine_reduce_kernel"):
-        text = made[name].compile("gfx1250")
-        preloaded = re.search(r"\.amdhsa_user_sgpr_kernarg_preload_length (\d+)", text)
-        assert preloaded is not None
-        assert int(preloaded[1]) < 30
+    for changes in ({}, {"kernel_type": EpDispatchCombineKernelType.IntraNodeLL}):
+        made = launches(Case(hidden=24, weights=weights, scales=scales), monkeypatch, **changes)
+        for specimen in made.values():
+            text = specimen.compile("gfx1250")
+            preloaded = re.search(r"\.amdhsa_user_sgpr_kernarg_preload_length (\d+)", text)
+            assert preloaded is not None
+            assert int(preloaded[1]) < 30, specimen.name
 
 
 def test_the_oldest_supported_triton() -> None:
