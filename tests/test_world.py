@@ -296,6 +296,25 @@ def test_ctrl_c_ends_the_world():
 
 
 @pytest.mark.parametrize("seed", [None, 1])
+def test_a_thread_that_cannot_be_started_ends_the_world(seed, monkeypatch):
+    start, before = threading.Thread.start, threading.active_count()
+
+    def refuse_pe_1(thread):
+        if thread.name == "PE 1":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_pe_1)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        local_world(3, seed=seed).run(ring, 1)
+    assert time.monotonic() - begin < 5
+    monkeypatch.undo()
+    assert threading.active_count() <= before
+    assert local_world(2, seed=seed).run(ring, 1) == [True, True]
+
+
+@pytest.mark.parametrize("seed", [None, 1])
 def test_pes_in_different_collectives(seed):
     def program(pe):
         if pe:

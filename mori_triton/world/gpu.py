@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mori_triton.errors import StateError
 from mori_triton.host import state
+from mori_triton.host.bootstrap.threads import ThreadGroup
 from mori_triton.host.drivers.base import Driver
 from mori_triton.world.gpus import Gpus
 from mori_triton.world.graph import WorldGraph
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 # how a PE in another call is told apart from one that is late
 _GRAPH, _PRELOAD, _REPLAY = "world.graph", "world.preload", "WorldGraph.replay"
+# what a PE may take to compile while the others wait to meet it. A PE that fails or ends is noticed at once
+_COMPILE_S = 120.0
 
 
 class GpuRun(Run):
@@ -41,6 +44,10 @@ class GpuRun(Run):
         # the thread that captures stands for every PE
         self._capturing = threading.Event()
         super().__init__(world, program, args)
+
+    def new_group(self) -> ThreadGroup:
+        """See `Run`."""
+        return ThreadGroup(self.world.n, timeout_s=self.settings.wait_timeout_s + _COMPILE_S)
 
     def set_up(self) -> None:
         """See `Run`."""

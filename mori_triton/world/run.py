@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mori_triton.world.local import LocalWorld
 
 # a wait in a kernel writes its record first; then host collectives reach their limit
-COLLECTIVE_GRACE_S = 10.0
+_COLLECTIVE_GRACE_S = 10.0
 
 _thread = threading.local()
 
@@ -67,7 +67,7 @@ class Run(ABC):
     # ---------------------------------------------------------------------------------------------- for subclasses
     def new_group(self) -> ThreadGroup:
         """How the PEs meet on the host."""
-        return ThreadGroup(self.world.n, timeout_s=self.settings.wait_timeout_s + COLLECTIVE_GRACE_S)
+        return ThreadGroup(self.world.n, timeout_s=self.settings.wait_timeout_s + _COLLECTIVE_GRACE_S)
 
     @abstractmethod
     def set_up(self) -> None:
@@ -112,11 +112,22 @@ class Run(ABC):
     # ------------------------------------------------------------------------------------------------------ threads
     def results(self) -> list[Any]:
         """Run every PE to its end and return or raise what `LocalWorld.run` does."""
+        threads: list[threading.Thread] = []
         try:
             self.set_up()
-            threads = [self._start(pe) for pe in range(self.world.n)]
+            for pe in range(self.world.n):
+                threads.append(self._start(pe))
             self.started()
-            self._join(threads)
+            for thread in threads:
+                # a timeout lets the main thread take its signals
+                while thread.is_alive():
+                    thread.join(0.5)
+        except BaseException as error:
+            # Ctrl-C: the PEs' kernels and collectives end, a PE that runs Python code goes on to its next call
+            self.fail(-1, error)
+            for thread in threads:
+                thread.join(1.0)
+            raise
         finally:
             self._let_go()
         if self.failure is not None:
@@ -132,25 +143,11 @@ class Run(ABC):
             self._num_holders += 1
         try:
             thread.start()
-        except BaseException as error:
-            # those that have started wait for this one
-            self.fail(pe, error)
+        except RuntimeError:
+            # there is no such thread that could let go
             self._let_go()
             raise
         return thread
-
-    def _join(self, threads: list[threading.Thread]) -> None:
-        try:
-            for thread in threads:
-                # a timeout lets the main thread take its signals
-                while thread.is_alive():
-                    thread.join(0.5)
-        except BaseException as error:
-            # Ctrl-C: the PEs' kernels and collectives end, a PE that runs Python code goes on to its next call
-            self.fail(-1, error)
-            for thread in threads:
-                thread.join(1.0)
-            raise
 
     def _pe(self, pe: int) -> None:
         """Body of a PE's thread."""
@@ -238,7 +235,7 @@ class Run(ABC):
         """The first failure ends the other PEs: their collectives raise, and their waits where that can be done."""
         with self._lock:
             if self.failure is not None:
-                if isinstance(error, PeerTimeout):
+                if isinstance(error, PeerTimeout) and error is not self.failure[1]:
                     self.later.append((pe, error))
                 return
             error = self.cause(error)
