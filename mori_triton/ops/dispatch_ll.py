@@ -30,6 +30,8 @@ def dispatch_steps(call: DispatchCall) -> list[Step]:
     row_bytes = call.tokens.shape[1] * call.tokens.itemsize
     align = row_alignment(row_bytes, call.tokens.data_ptr())
     block = min(shape.piece_bytes // min(align, 4), triton.next_power_of_2(row_bytes // min(align, 4)))
+    # fewer words would be spread over all threads, and each would move less than 16 bytes at a time
+    block = max(block, 4 * 32 * shape.num_warps)
     block_t = shape.route_tokens
     while block_t > 1 and block_t * block > _MOST_WORDS:
         block_t //= 2

@@ -106,6 +106,8 @@ class BareLL:
         got = {name: out.cpu().numpy().copy() for name, out in taken.items()}
         got["total"] = self.total.cpu().numpy().copy()
         got["forward"] = self.forward[:n].cpu().numpy().copy()
+        records, _ = self.state.heap.take_errors()
+        got["too_many"] = np.array([record.overflowed for record in records])
         return got
 
 
@@ -126,6 +128,7 @@ def check_ll(case: Case, capacity: int, results: list[list[dict[str, np.ndarray]
         for pe in range(case.num_pes):
             got, total = results[pe][index], min(len(wanted[pe]), capacity)
             assert got["total"].tolist() == [total], (pe, index)
+            assert got["too_many"].tolist() == [True] * (len(wanted[pe]) > capacity), (pe, index)
             sources = got["sources"].view(np.int32).reshape(-1)[:total].tolist()
             where = [divmod(source, case.max_tokens) for source in sources]
             assert len(set(where)) == total, (pe, index, "a row twice")
