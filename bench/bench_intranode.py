@@ -7,6 +7,7 @@ docs/benchmarks.md says what is timed and how. Every element is compared before 
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from bench.problem import DTYPES, Problem
 from bench.record import COLUMNS
 from bench.report import Results, console, environment, show
 from mori_triton.errors import require
+from mori_triton.ops.formats import QUANT_TYPES
 
 
 def numbers(text: str) -> list[int]:
@@ -43,6 +45,7 @@ def main(
     experts: int = 256,
     dtype: Annotated[str, typer.Option(help="of dispatch: bf16, fp8 (e4m3 with scales); combine is bf16")] = "bf16,fp8",
     kernel_type: Annotated[str, typer.Option(help="IntraNode, IntraNodeLL")] = "IntraNode,IntraNodeLL",
+    codec: Annotated[str, typer.Option(help="of external combines: none, fp8_direct_cast, ...")] = "none",
     chain: Annotated[int, typer.Option(help="rounds in one graph")] = 5,
     replays: Annotated[int, typer.Option(help="timed replays of each graph")] = 30,
     seed: int = 0,
@@ -56,6 +59,8 @@ def main(
     """Measure dispatch and combine; print tables; write each measurement and a plot to `out`."""
     for name in dtype.split(","):
         require(name in DTYPES, "dtype", " or ".join(DTYPES), name)
+    for name in codec.split(","):
+        require(name in QUANT_TYPES, "codec", " or ".join(QUANT_TYPES), name)
     for num_pes in (pes, *numbers(worlds)):
         require(experts % num_pes == 0, "experts", f"a multiple of {num_pes} PEs", experts)
     where = torch.device(device)
@@ -66,15 +71,17 @@ def main(
     say = console().print
     say(f"{results.environment['gpu'] or 'emulated device'}; stamps in steps of {resolution:.0f} ns")
 
-    def problem(num_pes: int, num_tokens: int, dtype: str, kernel_type: str) -> Problem:
-        return Problem(num_pes, num_tokens, hidden, topk, experts, dtype, kernel_type, seed)
+    def problem(num_pes: int, num_tokens: int, dtype: str, kernel_type: str, codec: str = "none") -> Problem:
+        fields = () if codec == "none" else (("quant_type", codec),)
+        return Problem(num_pes, num_tokens, hidden, topk, experts, dtype, kernel_type, seed, fields)
 
-    for num_tokens in numbers(tokens):
-        for kind in kernel_type.split(","):
-            for name in dtype.split(","):
-                rows = run(results, "round", problem(pes, num_tokens, name, kind), method)
-                title = f"{pes} PEs, {num_tokens} tokens each, hidden {hidden}, top-{topk} of {experts}, {name}, {kind}"
-                show(f"{title}; copy {rows[0]['copy_gbs']:.0f} GB/s", rows, COLUMNS["round"])
+    every = itertools.product(numbers(tokens), kernel_type.split(","), dtype.split(","), codec.split(","))
+    for num_tokens, kind, name, quant_type in every:
+        rows = run(results, "round", problem(pes, num_tokens, name, kind, quant_type), method)
+        title = f"{pes} PEs, {num_tokens} tokens each, hidden {hidden}, top-{topk} of {experts}, {name}, {kind}"
+        if quant_type != "none":
+            title += f", combine {quant_type}"
+        show(f"{title}; copy {rows[0]['copy_gbs']:.0f} GB/s", rows, COLUMNS["round"])
     first_dtype, first_kind, brief = (
         dtype.split(",")[0],
         kernel_type.split(",")[0],

@@ -25,6 +25,7 @@ class Traffic:
     num_rows: int  # (token, distinct destination PE) pairs
     dispatch_row_bytes: int  # payload and scales
     combine_row_bytes: int
+    wire_row_bytes: int  # of a row of an external combine on its way: less with a codec
 
     @property
     def dispatch_bytes(self) -> int:
@@ -39,7 +40,7 @@ class Traffic:
     @property
     def external_combine_bytes(self) -> int:
         """Rows of the caller's own buffer read, written where peers read them, and read again; tokens written."""
-        return (3 * self.num_rows + self.num_tokens) * self.combine_row_bytes
+        return (self.num_rows + self.num_tokens) * self.combine_row_bytes + 2 * self.num_rows * self.wire_row_bytes
 
     def bytes_of(self, what: str) -> int:
         """Of "dispatch", "combine", "external combine", or a sum: "dispatch + combine"."""

@@ -25,8 +25,6 @@ from mori_triton.host import state as host_state
 
 # a first launch compiles on one PE while the others wait for it
 TIMEOUT_S = 300.0
-PAIRS = ("dispatch + combine", "dispatch + external combine")
-ALONE = ("dispatch", "combine", "external combine")
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,7 @@ class Measured:
                 "experts": this.experts,
                 "dtype": this.dtype,
                 "kernel_type": this.kernel_type,
+                "codec": this.codec,
                 "seed": this.seed,
                 "what": what,
                 "how": how,
@@ -122,9 +121,12 @@ class _Pe:
         self.mine: Inputs = problem.inputs(self.problem, pe, self.device)
         most = self.op.max_num_tokens_to_recv()
         self.rows = {
-            "combine": self.op.get_registered_combine_input_buffer(torch.bfloat16, self.problem.hidden),
-            "external combine": torch.empty(most, self.problem.hidden, dtype=torch.bfloat16, device=self.device),
+            "external combine": torch.empty(most, self.problem.hidden, dtype=torch.bfloat16, device=self.device)
         }
+        # a codec encodes rows on their way from the caller's memory: there is no zero copy
+        if self.problem.codec == "none":
+            registered = self.op.get_registered_combine_input_buffer(torch.bfloat16, self.problem.hidden)
+            self.rows = {"combine": registered, **self.rows}
         self.stamps = torch.zeros(1 + 2 * self.method.chain, dtype=torch.int64, device=self.device)
         self.out: Any = None
         self.result: Any = None
@@ -136,20 +138,20 @@ class _Pe:
         if self.pe == 0:
             measured.traffic = self.problem.traffic(measured.inputs)
         clock.stamp(self.stamps, 0)
-        for what in ALONE[1:]:
+        for what in self.rows:
             self.checked_round(what)
-        for pair in PAIRS:
+        for pair in (f"dispatch + {what}" for what in self.rows):
             self.time_graph(pair, chain)
             self.time_phases(pair)
             if self.method.alone:
                 self.time_graph(pair, 1)
                 self.time_eager(pair)
         if self.method.alone:
-            for what in ALONE:
+            for what in ("dispatch", *self.rows):
                 self.time_graph(what, 1)
                 if what != "combine":
                     self.time_graph(what, chain)
-        for what in ALONE[1:]:
+        for what in self.rows:
             self.checked_round(what)
         self.op.close()
 

@@ -13,6 +13,7 @@ import torch
 
 from bench.floor import Traffic
 from mori_triton import ops
+from mori_triton.ops.formats import codec_of, decode_rows, encode_rows, num_blocks
 
 # elements of a scale row cover so many of the payload, as in block-scaled fp8 models
 SCALE_BLOCK = 128
@@ -44,6 +45,11 @@ class Problem:
         return self.experts // self.num_pes
 
     @property
+    def codec(self) -> str:
+        """How an external combine's rows travel: "none", or a `quant_type` of the config."""
+        return str(dict(self.fields).get("quant_type", "none"))
+
+    @property
     def scale_dim(self) -> int:
         return -(-self.hidden // SCALE_BLOCK) if self.dtype == "fp8" else 0
 
@@ -71,7 +77,11 @@ class Problem:
         """Bytes of the round with these inputs of all PEs."""
         rows = sum(int(destinations(self, mine.indices).sum()) for mine in everyone)
         payload = self.hidden * DTYPES[self.dtype].itemsize + 4 * self.scale_dim
-        return Traffic(sum(len(mine.indices) for mine in everyone), rows, payload, 2 * self.hidden)
+        wire = 2 * self.hidden
+        if self.codec != "none":
+            codec = codec_of(self.codec)
+            wire = -(-self.hidden * codec.format.bits // 8) + (4 * num_blocks(self.hidden) if codec.scaled else 0)
+        return Traffic(sum(len(mine.indices) for mine in everyone), rows, payload, 2 * self.hidden, wire)
 
 
 @dataclass(frozen=True)
@@ -119,6 +129,13 @@ def expert(pe: int | torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     number = pe[:, None].float() if isinstance(pe, torch.Tensor) else pe
     product = rows.float() * (1.0 + 0.3125 * number)
     return (product + 0.125 * number).to(torch.bfloat16)
+
+
+def carried(problem: Problem, rows: torch.Tensor) -> torch.Tensor:
+    """float32: what combine adds up of bfloat16 rows, after the codec where there is one."""
+    if problem.codec == "none":
+        return rows.float()
+    return decode_rows(*encode_rows(rows, problem.codec), problem.codec, rows.shape[-1])
 
 
 def run_experts(pe: int, rows: torch.Tensor, out: torch.Tensor, num_rows: int) -> None:
@@ -197,7 +214,7 @@ def check_combine(problem: Problem, mine: Inputs, out: torch.Tensor) -> None:
         want = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
         for k in range(problem.top_k):
             first = ~(owners[:, :k] == owners[:, k : k + 1]).any(1)
-            want += torch.where(first[:, None], expert(owners[:, k], tokens).float(), 0.0)
+            want += torch.where(first[:, None], carried(problem, expert(owners[:, k], tokens)), 0.0)
         _same(f"combined tokens from {start}", out[part].view(torch.int16), want.to(torch.bfloat16).view(torch.int16))
 
 
@@ -223,7 +240,7 @@ def check_summed(
                 sent = (first & (owners[:, k] == other)).nonzero()[:, 0]
                 slot = slot_of[other, start + sent]
                 assert bool((slot >= 0).all()), f"PE {pe}: a token of PE {other} has no source entry there"
-                want[sent] += theirs[slot.to(theirs.device)].float().to(out.device)
+                want[sent] += carried(problem, theirs[slot.to(theirs.device)]).to(out.device)
         _same(f"summed tokens from {start}", out[part].view(torch.int16), want.to(torch.bfloat16).view(torch.int16))
 
 

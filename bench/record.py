@@ -37,8 +37,6 @@ COLUMNS = {
     ),
 }
 COLUMNS["worlds"] = COLUMNS["scaling"]
-# a round's table each; the others have one table for a kind
-_PROBLEM = ("pes", "tokens", "hidden", "top_k", "experts", "dtype", "kernel_type")
 _ENVIRONMENT = ("command", "date", "commit", "gpu", "num_gpus", "driver", "torch", "triton", "python", "cpu")
 
 
@@ -65,6 +63,8 @@ def _groups(rows: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]
         title = str(row["kind"])
         if row["kind"] == "round":
             title = "{pes} PEs, {tokens} tokens each, hidden {hidden}, top-{top_k} of {experts}, {dtype}, {kernel_type}"
+            if row["codec"] != "none":
+                title += ", combine {codec}"
             title = title.format_map(row) + f"; copy {row['copy_gbs']:.0f} GB/s"
         groups.setdefault(title, []).append(row)
     return list(groups.items())

@@ -12,9 +12,13 @@ from bench.problem import Problem
 pytestmark = pytest.mark.cpu
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_bytes_are_those_of_rows_and_tokens_counted_one_by_one(dtype: str) -> None:
-    this = Problem(4, 9, hidden=256, top_k=3, experts=8, dtype=dtype)
+@pytest.mark.parametrize(
+    ("dtype", "codec", "wire"),
+    [("bf16", "none", 512), ("fp8", "none", 512), ("bf16", "fp8_direct_cast", 256), ("bf16", "fp4_blockwise", 128 + 8)],
+)
+def test_bytes_are_those_of_rows_and_tokens_counted_one_by_one(dtype: str, codec: str, wire: int) -> None:
+    fields = () if codec == "none" else (("quant_type", codec),)
+    this = Problem(4, 9, hidden=256, top_k=3, experts=8, dtype=dtype, fields=fields)
     everyone = [problem.inputs(this, pe, torch.device("cpu")) for pe in range(4)]
     payload = 256 * 2 if dtype == "bf16" else 256 + 2 * 4
     dispatch = combine = external = rows = 0
@@ -27,7 +31,7 @@ def test_bytes_are_those_of_rows_and_tokens_counted_one_by_one(dtype: str) -> No
                 rows += 1
                 dispatch += payload
                 combine += 512
-                external += 3 * 512
+                external += 512 + 2 * wire
     got = this.traffic(everyone)
     assert (got.num_rows, got.num_tokens) == (rows, 36)
     assert [got.bytes_of(what) for what in ("dispatch", "combine", "external combine")] == [dispatch, combine, external]

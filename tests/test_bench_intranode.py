@@ -97,8 +97,23 @@ def test_a_run_becomes_a_page(run: tuple[str, Path]) -> None:
         record.write(path, written)
 
 
+def test_a_codec_has_no_zero_copy(tmp_path: Path) -> None:
+    few = {"pes": 2, "tokens": "3", "hidden": 384, "topk": 2, "experts": 8, "chain": 2, "replays": 1}
+    kinds = {"dtype": "bf16", "kernel_type": "IntraNode", "codec": "fp8_blockwise,fp4_blockwise"}
+    bench_intranode.main(device="cpu", out=tmp_path, scaling="", worlds="", **few, **kinds)
+    (path,) = tmp_path.glob("*.jsonl")
+    rows = [row for row in report.read_rows(path) if row["kind"] == "round"]
+    assert {row["codec"] for row in rows} == {"fp8_blockwise", "fp4_blockwise"}
+    assert {row["what"] for row in rows} == {"dispatch", "external combine", "dispatch + external combine"}
+    assert "combine fp4_blockwise" in record.page(path)
+
+
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
-    for changes, said in (({"dtype": "fp7"}, "fp7"), ({"pes": 3, "experts": 8}, "a multiple of 3")):
+    for changes, said in (
+        ({"dtype": "fp7"}, "fp7"),
+        ({"codec": "fp5"}, "fp5"),
+        ({"pes": 3, "experts": 8}, "a multiple of 3"),
+    ):
         with pytest.raises(ArgumentError, match=said):
             bench_intranode.main(device="cpu", out=tmp_path, **changes)
     assert list(tmp_path.iterdir()) == []
