@@ -36,6 +36,8 @@ class CodecCase:
     rounds: int = 2
     weights: bool = True
     registered: bool = False
+    split: bool = False  # by way of dispatch_send, dispatch_recv, combine_send, combine_recv
+    scales: tuple[int, torch.dtype] | None = None  # entries of a token's scale row, and their type
     config: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
@@ -113,6 +115,15 @@ def sent_tokens(case: CodecCase, index: int, pe: int) -> torch.Tensor:
     return found.view(case.sent)[:n]
 
 
+def sent_scales(case: CodecCase, index: int, pe: int) -> torch.Tensor | None:
+    """Any bytes."""
+    if case.scales is None:
+        return None
+    n, (width, dtype) = tokens_of(case, index, pe), case.scales
+    found = random_bytes((n + 1, width * dtype.itemsize), generator("scales", case.scales[0], index, pe))
+    return found.view(dtype)[:n]
+
+
 def tokens_of(case: CodecCase, index: int, pe: int) -> int:
     """Uneven, and sometimes none."""
     return (case.num_tokens + pe + 2 * index) % (case.num_tokens + 1)
@@ -130,8 +141,8 @@ def config_of(case: CodecCase, pe: int, **changes: Any) -> ops.EpDispatchCombine
         "rank": pe,
         "world_size": case.num_pes,
         "hidden_dim": case.hidden,
-        "scale_dim": 0,
-        "scale_type_size": 0,
+        "scale_dim": case.scales[0] if case.scales else 0,
+        "scale_type_size": case.scales[1].itemsize if case.scales else 0,
         "max_token_type_size": max(case.dtype.itemsize, case.sent.itemsize),
         "max_num_inp_token_per_rank": case.num_tokens,
         "num_experts_per_rank": EXPERTS,
@@ -143,40 +154,60 @@ def config_of(case: CodecCase, pe: int, **changes: Any) -> ops.EpDispatchCombine
     return ops.EpDispatchCombineConfig(**fields)
 
 
-def run_codec_case(pe: int, case: CodecCase) -> list[dict[str, Any]]:
-    """What a PE runs. Returns of every round what came, bit for bit, and what combine gave."""
+def start(case: CodecCase, pe: int) -> ops.EpDispatchCombineOp:
+    """An op whose buffers are poisoned on every PE before any PE goes on."""
     op = ops.EpDispatchCombineOp(config_of(case, pe))
     poison(op)
     if "combine_in_scales" in [region.name for region in op._layout.regions]:
         poison(op, "combine_in_scales")
+    op._state.driver.synchronize()
     host_state.current().bootstrap.barrier("poisoned")
+    return op
+
+
+def combine_input(op: ops.EpDispatchCombineOp, case: CodecCase, index: int, pairs: list[tuple[int, int]]) -> Any:
+    """The experts' rows for what came from these (source PE, token)."""
+    rows = [expert_row(case, index, op.config.rank, source, token).view(torch.uint8) for source, token in pairs]
+    blank = torch.zeros(1, case.hidden * case.dtype.itemsize, dtype=torch.uint8)
+    given = torch.cat([torch.stack(rows), blank] if rows else [blank]).view(case.dtype).to(op.device)
+    if not case.registered:
+        return given
+    buffer = op.get_registered_combine_input_buffer(case.dtype, case.hidden)
+    buffer.view(torch.uint8)[: len(pairs)] = given.view(torch.uint8)[: len(pairs)]
+    return buffer
+
+
+def run_codec_case(pe: int, case: CodecCase) -> list[dict[str, Any]]:
+    """What a PE runs. Returns of every round what came, bit for bit, and what combine gave."""
+    op = start(case, pe)
     outcomes = []
     for index in range(case.rounds):
-        ids, tokens = ids_of(case, index, pe), sent_tokens(case, index, pe)
+        ids = ids_of(case, index, pe)
         weights = torch.rand(ids.shape, generator=generator("weights", index, pe)) if case.weights else None
-        on_device = [None if t is None else t.to(op.device) for t in (tokens, weights, None, ids)]
-        out, out_weights, _, _, total = op.dispatch(*on_device)
+        inputs = sent_tokens(case, index, pe), weights, sent_scales(case, index, pe), ids
+        given = [None if t is None else t.to(op.device) for t in inputs]
+        if case.split:
+            out, out_weights, out_scales, _, _ = op.dispatch_send(*given)
+            op.dispatch_recv()
+        else:
+            out, out_weights, out_scales, _, _ = op.dispatch(*given)
         sources, positions = op.decode_send_flat_idx(op.get_dispatch_src_token_pos().cpu())
         pairs = list(zip(sources.tolist(), positions.tolist(), strict=True))
         came = out[: len(pairs)].view(torch.uint8).cpu().clone()
-        rows = torch.empty(len(pairs), case.hidden * case.dtype.itemsize, dtype=torch.uint8)
-        for i, (source, token) in enumerate(pairs):
-            rows[i] = expert_row(case, index, pe, source, token).view(torch.uint8)
-        if case.registered:
-            buffer = op.get_registered_combine_input_buffer(case.dtype, case.hidden)
-            buffer.view(torch.uint8)[: len(pairs)] = rows.to(op.device)
-            given = buffer
-        else:
-            given = torch.empty(max(1, len(pairs)), rows.shape[1], dtype=torch.uint8, device=op.device)
-            given[: len(pairs)] = rows.to(op.device)
-            given = given.view(case.dtype)
+        scales = None if out_scales is None else out_scales[: len(pairs)].view(torch.uint8).cpu().clone()
+        rows = combine_input(op, case, index, pairs)
         poison(op, "combine_out", "combine_out_weights")
-        combined, back = op.combine(given, out_weights if case.weights else None, on_device[3])
+        if case.split:
+            combined, back = op.combine_send(rows, out_weights if case.weights else None, given[3])
+            op.combine_recv()
+        else:
+            combined, back = op.combine(rows, out_weights if case.weights else None, given[3])
         outcomes.append(
             {
-                "total": int(total.cpu()[0]) if op.device.type == "cpu" else len(pairs),
                 "pairs": pairs,
                 "came": came,
+                "scales": scales,
+                "weights sent": weights,
                 "combined": combined.view(torch.uint8).cpu().clone(),
                 "weights": None if back is None else back.cpu().clone(),
             }
@@ -201,25 +232,38 @@ def same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:
 def check_codec_case(case: CodecCase, results: list[list[dict[str, Any]]]) -> None:
     """Dispatch: bytes as sent. Combine: bit for bit the reference, and every element within its error bound."""
     for index in range(case.rounds):
-        payloads = [sent_tokens(case, index, pe) for pe in range(case.num_pes)]
+        ids = [ids_of(case, index, pe) for pe in range(case.num_pes)]
+        sent = [(sent_tokens(case, index, pe), sent_scales(case, index, pe)) for pe in range(case.num_pes)]
         for pe in range(case.num_pes):
-            got, ids = results[pe][index], ids_of(case, index, pe)
-            assert got["total"] == len(got["pairs"]) == len(set(got["pairs"]))
+            got = results[pe][index]
+            wanted = {(s, t) for s, rows in enumerate(ids) for t, i in enumerate(rows) if pe in owners(i, case.num_pes)}
+            assert set(got["pairs"]) == wanted
+            assert len(got["pairs"]) == len(wanted)
             for row, (source, token) in enumerate(got["pairs"]):
-                assert torch.equal(got["came"][row], payloads[source][token].view(torch.uint8)), (index, pe, row)
-            for token, mine in enumerate(ids):
-                to = owners(mine, case.num_pes)
-                combined = got["combined"][token].view(case.dtype)
-                if not to:
-                    assert not got["combined"][token].any(), "a token that went nowhere"
-                    continue
-                rows = torch.stack([expert_row(case, index, p, pe, token).view(torch.uint8) for p in to])
-                want = sum_rows_torch(rows.view(case.dtype), case.quant)
-                assert same_bits(combined, want), (index, pe, token, combined, want)
-                if case.dtype not in FORMAT_OF_DTYPE:
-                    check_bound(rows.view(case.dtype), combined, case.quant)
+                tokens, scales = sent[source]
+                assert torch.equal(got["came"][row], tokens[token].view(torch.uint8)), (index, pe, row)
+                if scales is not None:
+                    assert torch.equal(got["scales"][row], scales[token].view(torch.uint8)), (index, pe, row)
+            for token, mine in enumerate(ids[pe]):
+                check_token(case, index, pe, token, owners(mine, case.num_pes), got["combined"][token])
+                if case.weights:
+                    want = torch.zeros(case.top_k)
+                    for _ in owners(mine, case.num_pes):
+                        want += got["weights sent"][token]
+                    assert torch.equal(got["weights"][token], want)
             # rows that hold nothing
-            assert bool((got["combined"][len(ids) :] == 255).all())
+            assert bool((got["combined"][len(ids[pe]) :] == 255).all())
+
+
+def check_token(case: CodecCase, index: int, pe: int, token: int, to: list[int], combined: torch.Tensor) -> None:
+    if not to:
+        assert not combined.any(), "a token that went nowhere"
+        return
+    rows = torch.stack([expert_row(case, index, p, pe, token).view(torch.uint8) for p in to]).view(case.dtype)
+    want = sum_rows_torch(rows, case.quant)
+    assert same_bits(combined.view(case.dtype), want), (index, pe, token, combined, want)
+    if case.dtype not in FORMAT_OF_DTYPE:
+        check_bound(rows, combined.view(case.dtype), case.quant)
 
 
 def check_bound(rows: torch.Tensor, combined: torch.Tensor, quant: str) -> None:
