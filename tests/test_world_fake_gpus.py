@@ -10,7 +10,7 @@ import mori_triton as mori
 from mori_triton import shmem
 from mori_triton.device.launch import launch, load
 from mori_triton.errors import ArgumentError, DriverError, PeerTimeout, StateError
-from mori_triton.host import state
+from mori_triton.host import drivers, state
 from mori_triton.world import gpu, gpus
 from tests.fake_gpus import FakeGpus
 from tests.world_programs import copy_kernel, put_right_kernel, ring_of_rounds, tell_kernel, wait_kernel, words
@@ -341,3 +341,29 @@ def test_a_device_that_fails(fake, monkeypatch):
     assert fake[0].given == 0
     for stream in fake[0].streams:
         fake[0].give_stream(stream)
+
+
+def test_auto_takes_a_gpu_unless_the_emulated_device_is_meant(monkeypatch):
+    monkeypatch.setattr(drivers, "default_device", lambda: "cuda")
+    assert mori.local_world(2, device="auto").device == "cuda"
+    for only_emulated in ({"seed": 1}, {"arch": "gfx942"}, {"seed": 1, "weak_memory": True}):
+        assert mori.local_world(2, device="auto", **only_emulated).device == "cpu"
+    monkeypatch.setattr(drivers, "default_device", lambda: "cpu")
+    one = mori.local_world(2, device="auto")
+    assert (one.device, one.arch) == ("cpu", "gfx1201")
+
+    def program(pe):
+        assert mori.current_world() is one
+        return one.preload(lambda: pe + 5)
+
+    assert one.run(program) == [5, 6]
+
+
+def test_a_gpu_that_is_not_there(monkeypatch):
+    monkeypatch.undo()
+    kind, other = ("hip", "cuda") if torch.version.hip else ("cuda", "hip")
+    with pytest.raises(ArgumentError, match=f'device: got "{other}", for which torch .* was not built'):
+        mori.local_world(2, device=other)
+    if not torch.cuda.is_available():
+        with pytest.raises(ArgumentError, match=f'device: got "{kind}",'):
+            mori.local_world(2, device=kind)
