@@ -21,7 +21,6 @@ class _Round:
     def __init__(self) -> None:
         self.calls: dict[int, str] = {}
         self.data: dict[int, bytes] = {}
-        self.num_left = 0
 
 
 class _Pending:
@@ -78,6 +77,9 @@ class ThreadGroup:
         with self._changed:
             call = self._rounds.setdefault(sequence, _Round())
             call.calls[pe], call.data[pe] = what, data
+            if self.complete(call):
+                # those who take part hold it
+                del self._rounds[sequence]
             # who is woken for nothing delays those who have something to do
             if self._settled(call):
                 self._changed.notify_all()
@@ -86,10 +88,6 @@ class ThreadGroup:
             self._check_alive()
             gone = pe_list(self._gone - set(call.calls))
             raise PeerTimeout(f"{what} (collective {sequence}) of PE {pe}: {gone} left the world without taking part")
-        with self._changed:
-            call.num_left += 1
-            if call.num_left == self.n_pes:
-                del self._rounds[sequence]
         check_same_call(call.calls)
         return [call.data[peer] for peer in range(self.n_pes)]
 
