@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import os
 import threading
 import weakref
 
@@ -85,7 +86,7 @@ def test_what_kinds_of_memory_are():
 
 def test_copies_are_done_when_they_return(kind, monkeypatch):
     """On the stream that torch has for the calling thread, and no other is waited for."""
-    driver, gpus = fake_driver(kind)
+    driver, gpus = fake_driver(kind, 1)
     address = driver.alloc(64)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: type("Stream", (), {"cuda_stream": 7 + index}))
@@ -98,8 +99,8 @@ def test_copies_are_done_when_they_return(kind, monkeypatch):
         "memcpy",
         "stream_synchronize",
     ]
-    assert {call[-1] for call in gpus.of("memcpy") + gpus.of("memset")} == {7}
-    assert set(gpus.of("stream_synchronize")) == {(7,)}
+    assert {call[-1] for call in gpus.of("memcpy") + gpus.of("memset")} == {8}
+    assert set(gpus.of("stream_synchronize")) == {(8,)}
     if kind == "hip":
         assert {call[3] for call in gpus.of("memcpy")} == {hip_api.MEMCPY_DEFAULT}
 
@@ -297,6 +298,7 @@ def test_devices_of_two_kinds_do_not_mix():
 @pytest.mark.parametrize("version", [70_051_831, 70_100_000])
 def test_mappings(kind, version):
     gpus = FakeGpus((cuda_api if kind == "cuda" else hip_api).FUNCTIONS, version=version)
+    open_before = len(os.listdir("/proc/self/fd"))
     owner, _ = fake_driver(kind, 0, gpus=gpus, heap_mode="vmm")
     peer, _ = fake_driver(kind, 1, gpus=gpus, heap_mode="vmm")
     base = owner.alloc(3 * MB, kind=MemoryKind.UNCACHED, exportable=True)
@@ -326,9 +328,15 @@ def test_mappings(kind, version):
     gpus.calls.clear()
     peer.close_import(second)
     assert gpus.keys() == ["synchronize", "unmap", "map_unreserve", "map_release"]
+    # without end_export too
+    handle = owner.export_handle(base)
     owner.free(base)
+    with pytest.raises(DriverError, match="its process has ended"):
+        peer.import_handle(elsewhere(handle))
     owner.free(plain)
     assert not any(gpus.memory.values())
+    gpus.exports.clear()
+    assert len(os.listdir("/proc/self/fd")) == open_before
 
 
 @pytest.mark.parametrize("step", ["map_granularity", "map_create", "map_reserve", "map", "map_access", "memset"])

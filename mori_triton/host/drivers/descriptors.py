@@ -62,12 +62,14 @@ def receive_descriptor(name: str) -> int:
         connection.settimeout(_TIMEOUT_S)
         try:
             connection.connect("\0" + name)
-            _, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
         except OSError as error:
             why = "its process has ended, or is in another container or of another user"
             raise DriverError(f"asking {name} for memory: {error}; {why}") from error
     if not descriptors:
         raise DriverError(f"asking {name} for memory: refused; its process belongs to another user")
+    # programs that this process starts are not to hold a peer's memory
+    os.set_inheritable(descriptors[0], False)
     return descriptors[0]
 
 
