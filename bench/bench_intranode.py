@@ -22,6 +22,9 @@ from bench.report import Results, console, environment, show
 from mori_triton.errors import require
 from mori_triton.ops.formats import QUANT_TYPES
 
+# elements; the emulated device is there to try the command, not to be timed
+_MOST_EMULATED = 1 << 24
+
 
 def numbers(text: str) -> list[int]:
     """ "128,4096" as [128, 4096]."""
@@ -63,6 +66,10 @@ def main(
         require(name in QUANT_TYPES, "codec", " or ".join(QUANT_TYPES), name)
     for num_pes in (pes, *numbers(worlds)):
         require(experts % num_pes == 0, "experts", f"a multiple of {num_pes} PEs", experts)
+    if device == "cpu":
+        # every PE has a receive buffer for every PE's tokens, and a row takes the emulated device a while
+        most = max(pes, *numbers(worlds), 1) ** 2 * max(*numbers(tokens), *numbers(scaling), 1) * hidden
+        require(most <= _MOST_EMULATED, "PEs * PEs * tokens * hidden on the CPU", f"at most {_MOST_EMULATED}", most)
     where = torch.device(device)
     results = Results("intranode", out, environment(commit, device))
     resolution = clock.resolution_ns(where)
