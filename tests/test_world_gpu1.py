@@ -208,6 +208,28 @@ def test_one_thread_may_replay_the_graph():
     assert world(3).run(program) == [12] * 3
 
 
+def graph_only(pe, n):
+    """Two replays of a graph of two rounds; nothing waits outside of the graph."""
+    x = words()
+    x.fill_(10 * pe)
+    signal_word, epoch, out = words(), words(), words()
+
+    def step():
+        for _ in range(2):
+            launch(round_kernel, (1,), shmem.context(), signal_word, epoch, x, out)
+
+    mori.current_world().preload(lambda: load(round_kernel, shmem.context(), signal_word, epoch, x, out))
+    graph = mori.current_world().graph(step)
+    graph.replay()
+    graph.replay()
+    return int(x) == 10 * ((pe - 4) % n) + 4
+
+
+@pytest.mark.parametrize("n", [2, 8])
+def test_a_graph_of_kernels_that_were_only_loaded(n):
+    assert world(n).run(graph_only, n) == [True] * n
+
+
 # ------------------------------------------------------------------------------------------------------------ failures
 def never_told(pe):
     signal_word, out = words(), words()
