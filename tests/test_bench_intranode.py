@@ -113,6 +113,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         ({"dtype": "fp7"}, "fp7"),
         ({"codec": "fp5"}, "fp5"),
         ({"pes": 3, "experts": 8}, "a multiple of 3"),
+        ({}, "on the CPU"),
     ):
         with pytest.raises(ArgumentError, match=said):
             bench_intranode.main(device="cpu", out=tmp_path, **changes)
