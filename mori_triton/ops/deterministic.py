@@ -16,7 +16,8 @@ from mori_triton.wait_sites import register_wait_site
 
 WAIT_TAG = register_wait_site("EpDispatchCombineOp.dispatch (dispatch_count_kernel)")
 
-_BLOCKS_AT_A_TIME = 64
+# what one step over the blocks compares, pairs of blocks by PE
+_MOST_PAIRS = 8192
 
 
 def route_steps(call: DispatchCall) -> list[Step]:
@@ -35,13 +36,16 @@ def route_steps(call: DispatchCall) -> list[Step]:
         "BLOCK_K": max(8, triton.next_power_of_2(k)),
         "BLOCK_P": triton.next_power_of_2(config.world_size),
     }
+    at_a_time = 8
+    while at_a_time < 64 and 4 * at_a_time * at_a_time * sizes["BLOCK_P"] <= _MOST_PAIRS:
+        at_a_time *= 2
     steps = [
         call.step(
             dispatch_count_kernel, grid,
             call.ctx, call.given("indices"), counts, begins, bases,
             call.view("count_matrix"), call.view("count_signals"), call.view("recv_slots"), control,
             n, k, config.num_experts_per_rank,
-            waits=True, **sizes, BLOCK_B=_BLOCKS_AT_A_TIME, TAG=WAIT_TAG, num_warps=shape.num_warps,
+            waits=True, **sizes, BLOCK_B=at_a_time, TAG=WAIT_TAG, num_warps=shape.num_warps,
         )
     ]  # fmt: skip
     if n > 0:

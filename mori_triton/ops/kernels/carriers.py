@@ -32,6 +32,16 @@ def load_carriers(
 
 
 @triton.jit
+def sums_before(count, SIZE: tl.constexpr):
+    """`[SIZE, P]` int32: for each row the sum of the rows before it.
+
+    Not `tl.cumsum`: Triton 3.6 fails to compile a scan of fewer rows than the threads that it is laid out over.
+    """
+    row = tl.arange(0, SIZE)
+    return tl.sum(tl.where(row[:, None, None] > row[None, :, None], count[None, :, :], 0), 1)
+
+
+@triton.jit
 def store_forward(
     forward_ptr,  # int32 [M, top_k], local, out: destination PE * capacity + slot, -1: not sent
     token,  # int32 [T]

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from mori_triton.device import shmem
-from mori_triton.ops.kernels.carriers import load_carriers, store_forward
+from mori_triton.ops.kernels.carriers import load_carriers, store_forward, sums_before
 from mori_triton.ops.kernels.finish import COUNT_ARRIVALS, DISPATCH_EPOCH, STATUS, is_broken
 from mori_triton.ops.kernels.rows import row_offset
 
@@ -25,7 +25,7 @@ def _begin_blocks(counts_ptr, begins_ptr, num_blocks, num_pes, BLOCK_B: tl.const
         mask = (block < num_blocks)[:, None] & (pe < num_pes)[None, :]
         # [BLOCK_B, BLOCK_P]
         count = tl.load(counts_ptr + offs, mask=mask, other=0)
-        tl.store(begins_ptr + offs, total[None, :] + tl.cumsum(count, 0) - count, mask=mask)
+        tl.store(begins_ptr + offs, total[None, :] + sums_before(count, BLOCK_B), mask=mask)
         total += tl.sum(count, 0)
     return total
 
@@ -126,6 +126,6 @@ def dispatch_assign_kernel(
             )
             first = base + tl.load(begins_ptr + row_offset(block, num_pes) + pe, mask=mask_p, other=0)
             sent = (carrier < BLOCK_K).to(tl.int32)
-            slot = first[None, :] + tl.cumsum(sent, 0) - sent
+            slot = first[None, :] + sums_before(sent, BLOCK_T)
             slot = tl.where((sent > 0) & (slot < capacity), slot, -1)
             store_forward(forward_ptr, token, mask_t, carrier, slot, top_k, capacity, BLOCK_K, BLOCK_P)

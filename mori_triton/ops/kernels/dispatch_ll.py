@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from mori_triton.device import shmem
-from mori_triton.ops.kernels.carriers import load_carriers, store_forward
+from mori_triton.ops.kernels.carriers import load_carriers, store_forward, sums_before
 from mori_triton.ops.kernels.finish import DISPATCH_ARRIVALS, DISPATCH_EPOCH, finish_dispatch, is_broken, signal_last
 from mori_triton.ops.kernels.rows import as_words, row_offset
 
@@ -80,7 +80,7 @@ def dispatch_ll_kernel(
         # an add for each PE, all in flight at once; only the sum matters and the signal orders it, so relaxed
         counters = shmem.remote_ptr(ctx, slots_ptr, pe)
         first = tl.atomic_add(counters, num_sent, mask=num_sent > 0, sem="relaxed", scope="sys")
-        slot = first[None, :] + tl.cumsum(sent, 0) - sent
+        slot = first[None, :] + sums_before(sent, BLOCK_T)
         # a slot past the end is given out but not used: the receiver sees how many were asked for
         slot = tl.where((sent > 0) & (slot < capacity), slot, -1)
         # [BLOCK_T, BLOCK_P]: the address of the token's row on each PE, 0 where it does not go
