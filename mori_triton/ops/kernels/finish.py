@@ -42,9 +42,11 @@ def signal_last(ctx, signals_ptr, control_ptr, ARRIVALS: tl.constexpr, EPOCH: tl
     The last one tells every PE, through word `me` of its `signals_ptr`, that all stores and adds of this launch and of
     what ran before it are done: the word becomes the epoch that comes next.
     """
+    # only the end of this launch, or what follows it, advances the epoch; loaded late it would delay the signal
+    epoch = tl.load(control_ptr + EPOCH) + 1
     last = shmem.arrive_last(ctx, control_ptr + ARRIVALS, tl.num_programs(0))
     if last != 0:
-        shmem.signal_set_all(ctx, signals_ptr + shmem.my_pe(ctx), tl.load(control_ptr + EPOCH) + 1)
+        shmem.signal_set_all(ctx, signals_ptr + shmem.my_pe(ctx), epoch)
     return last
 
 
