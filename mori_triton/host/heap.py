@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import math
 import struct
-import time
 import zlib
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mori_triton import abi
@@ -19,14 +20,13 @@ from mori_triton.host.agreement import agree, all_fine
 from mori_triton.host.allocator import Allocator, Block
 from mori_triton.host.bootstrap.base import Bootstrap
 from mori_triton.host.drivers.base import Driver, MemoryKind
+from mori_triton.host.error_log import ErrorLog
 
 if TYPE_CHECKING:
     import torch
 
 DEFAULT_ALIGNMENT = 256
 SYNC_NAME = "barrier_all sync words"
-# between the count of an error and the last word of its record
-_RECORD_S = 0.01
 
 
 def _largest_power(num_bytes: int) -> int:
@@ -77,10 +77,10 @@ class SymmetricHeap:
         self._freed: dict[int, Block] = {}
         self._closed = False
         self._ctx: torch.Tensor | None = None
-        self._base = self._context_address = self._error_log = 0
-        self._error_view = self._error_count = memoryview(b"")
-        self._errors_taken = 0
+        self._base = self._context_address = 0
+        self._errors: ErrorLog | None = None
         self._peer_bases: list[int] = [0] * self.n_pes
+        self._imports: list[int] = []
         mine = self._allocate(node, kind)
         try:
             self._connect(mine, gpus_per_node, reach_peers)
@@ -101,10 +101,7 @@ class SymmetricHeap:
             alignment = max(4096, _largest_power(self.num_bytes))
             self._base = self.driver.alloc(self.num_bytes, kind=kind, alignment=alignment, exportable=True)
             self._context_address = self.driver.alloc(self._context_bytes(), kind=MemoryKind.CACHED)
-            # apart, and where the host can look into it while kernels run
-            self._error_log = self.driver.alloc(abi.ERROR_LOG_SIZE, kind=MemoryKind.FINE_GRAINED)
-            self._error_view = self.driver.host_view(self._error_log, abi.ERROR_LOG_SIZE)
-            self._error_count = self._error_view[:8].cast("Q")
+            self._errors = ErrorLog(self.driver)
             facts["handle"] = self.driver.export_handle(self._base).hex()
             # what every heap can promise: the largest power of two that divides its address
             facts["alignment"] = self._base & -self._base
@@ -127,6 +124,7 @@ class SymmetricHeap:
                     self._peer_bases[peer] = self._base
                 elif same_node and reach_peers:
                     self._peer_bases[peer] = self.driver.import_handle(bytes.fromhex(facts["handle"]))
+                    self._imports.append(self._peer_bases[peer])
             self._write_tables()
         except DriverError as error:
             problem = str(error)
@@ -139,6 +137,7 @@ class SymmetricHeap:
         return abi.CONTEXT_BYTES + self.n_pes * 8
 
     def _write_tables(self) -> None:
+        assert self._errors is not None
         sync = self._allocator.allocate(abi.BARRIER_WORDS * 8, DEFAULT_ALIGNMENT, SYNC_NAME)
         assert sync is not None
         self.driver.memset(self._base + sync.offset, 0, sync.num_bytes)
@@ -151,12 +150,11 @@ class SymmetricHeap:
             heap_size=self.num_bytes,
             peer_bases=bases,
             sync=self._base + sync.offset,
-            errors=self._error_log,
+            errors=self._errors.address,
             timeout_ticks=ticks,
         )
         self.driver.write(self._context_address, packed)
         self.driver.write(bases, struct.pack(f"<{self.n_pes}Q", *self._peer_bases))
-        self._error_view[:] = context.empty_error_log()
         self.driver.synchronize()
 
     # allocation
@@ -333,35 +331,24 @@ class SymmetricHeap:
         return [
             *regions,
             Region(self._context_address, self._context_bytes(), f"context of PE {self.pe}", self.pe),
-            Region(self._error_log, abi.ERROR_LOG_SIZE, f"error log of PE {self.pe}", self.pe),
+            Region(self._log.address, abi.ERROR_LOG_SIZE, f"error log of PE {self.pe}", self.pe),
         ]
 
     # errors of kernels
 
+    @property
+    def _log(self) -> ErrorLog:
+        self._check_open()
+        assert self._errors is not None
+        return self._errors
+
     def errors_pending(self) -> bool:
         """Whether kernels of this PE have recorded an error that nobody has taken. One look at memory, no waiting."""
-        self._check_open()
-        return self._error_count[0] != self._errors_taken
+        return self._log.pending()
 
     def take_errors(self) -> tuple[list[context.ErrorRecord], int]:
-        """What kernels of this PE have recorded since the last call, and how many errors there were.
-
-        Does not wait for kernels, which may be recording more: a record is written a moment after it is counted.
-        """
-        if not self.errors_pending():
-            return [], 0
-        until = time.monotonic() + _RECORD_S
-        while True:
-            found = context.take_records(bytes(self._error_view), self._errors_taken, self.describe)
-            if found.complete or time.monotonic() > until:
-                break
-            time.sleep(0)
-        new = found.total - self._errors_taken
-        self._errors_taken = found.total
-        # makes room for more
-        limit = abi.ERROR_LOG_FIELDS["limit"].offset
-        self._error_view[limit : limit + 8] = struct.pack("<Q", found.total + abi.ERROR_CAPACITY)
-        return found.records, new
+        """What kernels of this PE have recorded since the last call, and how many errors there were. Waits for none."""
+        return self._log.take(self.describe)
 
     def check_errors(self) -> None:
         """Raise what `context.error_of` makes of what this PE's kernels have recorded, if anything; clears it."""
@@ -370,6 +357,15 @@ class SymmetricHeap:
             raise context.error_of(records, count)
 
     # end
+
+    def disconnect(self) -> None:
+        """Unmap the peers' memory; this PE's kernels must be done. Local and idempotent.
+
+        To be called before the barrier that `close` wants: GPU libraries do not say what a peer's mapping is once the
+        owner has freed the memory.
+        """
+        imports, self._imports = self._imports, []
+        self._undo([partial(self.driver.close_import, base) for base in imports])
 
     def close(self) -> None:
         """Unmap everything. Local and idempotent; peers must be done with this PE's memory (put a barrier before)."""
@@ -383,16 +379,21 @@ class SymmetricHeap:
 
     def _release(self) -> None:
         self._ctx = None
-        # views keep their memory
-        self._error_view = self._error_count = memoryview(b"")
-        undo = [(self.driver.close_import, base) for pe, base in enumerate(self._peer_bases) if base and pe != self.pe]
-        undo += [(self.driver.free, own) for own in (self._context_address, self._error_log, self._base) if own]
-        self._peer_bases = [0] * self.n_pes
-        self._context_address = self._error_log = 0
+        undo: list[Callable[[], None]] = [partial(self.driver.close_import, base) for base in self._imports]
+        undo += [partial(self.driver.free, own) for own in (self._context_address, self._base) if own]
+        if self._errors is not None:
+            undo.append(self._errors.close)
+        self._imports, self._peer_bases = [], [0] * self.n_pes
+        self._context_address, self._errors = 0, None
+        self._undo(undo)
+
+    @staticmethod
+    def _undo(calls: list[Callable[[], None]]) -> None:
+        """Make all calls; the first error is raised after the last."""
         failures = []
-        for call, address in undo:
+        for call in calls:
             try:
-                call(address)
+                call()
             except DriverError as error:
                 failures.append(error)
         if failures:

@@ -57,6 +57,8 @@ class FakeGpus:
         self.others: dict[str, set[int]] = {kind: set() for kind in ("streams", "events", "graphs", "executables")}
         self.exports: dict[int, int] = {}
         self.globals: dict[bytes, int] = {}
+        # where memory that was freed is to be handed out again
+        self.next_address = 0
         self._numbers = itertools.count(0x1000)
         self._buffers: dict[int, object] = {}
         self._kept = []
@@ -110,6 +112,8 @@ class FakeGpus:
             return OUT_OF_MEMORY
         buffer = (ctypes.c_ubyte * (num_bytes + 255))()
         address = -(-ctypes.addressof(buffer) // 256) * 256
+        if self.next_address:
+            address, self.next_address, buffer = self.next_address, 0, self._buffers[self.next_address]
         ctypes.memset(address, 0xA5, num_bytes)
         self._buffers[address] = buffer
         self.memory[kind][address] = num_bytes

@@ -268,8 +268,15 @@ def test_import_within_the_process(kind):
     assert base in gpus.memory["device"]
     peer.close_import(base)
     assert not gpus.memory["device"]
-    with pytest.raises(DriverError, match="its owner in this process has freed it"):
+    with pytest.raises(DriverError, match="their owner in this process has freed them"):
         peer.import_handle(handle)
+    # also when other memory is at the same address now
+    gpus.next_address = base
+    assert owner.alloc(64, exportable=True) == base
+    with pytest.raises(DriverError, match="their owner in this process has freed them"):
+        peer.import_handle(handle)
+    with pytest.raises(DriverError, match="not allocated as exportable"):
+        owner.export_handle(owner.alloc(64))
     gpus.fail["enable_peer_access"] = INVALID
     again = owner.export_handle(owner.alloc(64, exportable=True))
     with pytest.raises(DriverError, match=r"EnablePeerAccess .*invalid argument"):

@@ -197,7 +197,7 @@ def test_d20_errors_of_kernels():
 
 def test_errors_recorded_while_others_are_taken(monkeypatch):
     # a thread may be off its core for longer than a kernel takes for a record
-    monkeypatch.setattr("mori_triton.host.heap._RECORD_S", 10.0)
+    monkeypatch.setattr("mori_triton.host.error_log._RECORD_S", 10.0)
     heap = one_heap()
     log, total = int(heap.ctx[6]), 3000
 
@@ -237,6 +237,29 @@ class Recorder:
             return value(*args, **kwargs)
 
         return call
+
+
+def test_peers_are_unmapped_before_anybody_frees():
+    """`disconnect`, a barrier, `close`: in between a PE has its own memory and names, and no peer's."""
+
+    def program(pe):
+        log = []
+        heap = SymmetricHeap(Recorder(CpuDriver(), log), group.bootstrap(pe), 1 << 20)
+        rows = heap.tensor((4,), torch.int32, "rows")
+        there = [heap.peer_address(rows.data_ptr(), peer) for peer in range(3)]
+        log.clear()
+        heap.disconnect()
+        heap.disconnect()
+        assert [name for name, _ in log] == ["close_import"] * 2
+        heap.bootstrap.barrier()
+        assert heap.describe(there[(pe + 1) % 3]) == f"rows of PE {(pe + 1) % 3}"
+        heap.check_errors()
+        rows.fill_(pe)
+        heap.close()
+        assert [name for name, _ in log[2:]] == ["free"] * 3
+
+    group = ThreadGroup(3, timeout_s=5)
+    run_threads(3, program)
 
 
 def test_d8_words_are_cleared_before_the_closing_barrier():

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mori_triton import wait_sites
-from mori_triton.errors import ArgumentError, PeerTimeout, StateError
+from mori_triton.errors import ArgumentError, DriverError, PeerTimeout, StateError
 from mori_triton.host import state
 from mori_triton.host.bootstrap.threads import ThreadGroup
 from mori_triton.host.drivers import CpuDriver, cuda, default_device, hip, open_driver
@@ -93,6 +93,48 @@ def test_close_runs_callbacks_before_the_barrier_and_the_heap_after():
     assert here.extensions == {}
     with pytest.raises(StateError, match="closed"):
         here.bootstrap.allgather(b"")
+
+
+def test_peers_are_unmapped_before_anybody_frees():
+    log = []
+
+    class Noting(CpuDriver):
+        def close_import(self, address):
+            log.append("unmap")
+            super().close_import(address)
+
+        def free(self, address):
+            log.append("free")
+            super().free(address)
+
+    group = ThreadGroup(2)
+
+    def program(pe):
+        state.open_state(group.bootstrap(pe), Noting(), SETTINGS).close()
+
+    run_threads(2, program)
+    assert log == ["unmap"] * 2 + ["free"] * 6
+
+
+def test_a_device_that_takes_nothing_back():
+    """The rest is given back all the same: bootstrap and driver."""
+
+    class Broken(CpuDriver):
+        closed = False
+
+        def free(self, address):
+            raise DriverError("the device is gone")
+
+        def close(self):
+            self.closed = True
+            super().close()
+
+    here = state.open_state(ThreadGroup(1).bootstrap(0), Broken(), SETTINGS)
+    with pytest.raises(DriverError, match="the device is gone"):
+        here.close(failed=True)
+    assert here.driver.closed
+    with pytest.raises(StateError, match="closed"):
+        here.bootstrap.barrier()
 
 
 def test_failed_attach_closes_the_heap():

@@ -8,6 +8,7 @@ tables of both libraries use the same keys. Memory that other processes map come
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import sys
@@ -34,9 +35,10 @@ HEAP_MODES = ("static_heap", "vmm")
 # handle stands for the whole block
 EXPORT_GRANULE = 2 << 20
 
-# exportable memory of this process, by kind of device and address, so that PEs that are threads find each other's
-_live: weakref.WeakValueDictionary[tuple[str, int], Allocation] = weakref.WeakValueDictionary()
+# exportable memory of this process by a number that is given once, so that PEs that are threads find each other's
+_live: weakref.WeakValueDictionary[int, Allocation] = weakref.WeakValueDictionary()
 _live_lock = threading.Lock()
+_numbers = itertools.count(1)
 
 
 class Gpu:
@@ -134,8 +136,9 @@ class GpuDriver:
                 allocation = self._hold(self._alloc_device(extent, kind), extent, "mem_free")
             self.memset(allocation.address, 0, num_bytes)
         if exportable:
+            allocation.number = next(_numbers)
             with _live_lock:
-                _live[self.name, allocation.address] = allocation
+                _live[allocation.number] = allocation
         self._owned[allocation.address] = allocation
         return allocation.address
 
@@ -226,8 +229,16 @@ class GpuDriver:
         owner = next((held for held in self._owned.values() if held.contains(address)), None)
         if owner is None:
             raise DriverError(f"export of {address:#x}: not an allocation of this driver")
-        handle = {"process": process_identity(), "device": self.name, "base": owner.address, "bytes": owner.num_bytes}
-        return json.dumps(handle | {"offset": address - owner.address} | self._export(owner)).encode()
+        if not owner.number:
+            raise DriverError(f"export of {address:#x}: it was not allocated as exportable")
+        handle = {
+            "process": process_identity(),
+            "device": self.name,
+            "number": owner.number,
+            "bytes": owner.num_bytes,
+            "offset": address - owner.address,
+        }
+        return json.dumps(handle | self._export(owner)).encode()
 
     def _export(self, owner: Allocation) -> dict[str, Any]:
         """What another process needs in order to map an allocation."""
@@ -254,9 +265,9 @@ class GpuDriver:
             )
         if fields["process"] == process_identity():
             with _live_lock:
-                allocation = _live.get((self.name, fields["base"]))
+                allocation = _live.get(fields["number"])
             if allocation is None:
-                raise DriverError(f"import of {fields['base']:#x}: its owner in this process has freed it")
+                raise DriverError(f"import of {fields['bytes']} bytes: their owner in this process has freed them")
             if allocation.device_index != self.device_index:
                 self._reach(allocation)
         else:
