@@ -95,15 +95,23 @@ class PeState:
                 for callback in reversed(self.on_close):
                     callback()
                 self.driver.synchronize()
+                # before anybody frees: what a mapping is afterwards, GPU libraries do not say
+                self.heap.disconnect()
                 self.bootstrap.barrier("shmem finalize")
                 # what a kernel has recorded and nobody has asked for must not go down with the heap
                 self.heap.check_errors()
         finally:
             self.on_close.clear()
             self.extensions.clear()
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Everything, also when a device that has failed does not take it."""
+        try:
             if self._detach is not None:
                 self._detach()
             self.heap.close()
+        finally:
             if self.owns_bootstrap:
                 self.bootstrap.close()
                 self.driver.close()
