@@ -28,11 +28,11 @@ class ErrorLog:
         self._view[:] = context.empty_error_log()
         count = abi.ERROR_LOG_FIELDS["count"].offset
         self._count = self._view[count : count + 8].cast("Q")
-        self._num_taken = 0
+        self.num_taken = 0
 
     def pending(self) -> bool:
         """Whether an error has been recorded that nobody has taken. One look at memory, no waiting."""
-        return self._count[0] != self._num_taken
+        return self._count[0] != self.num_taken
 
     def take(self, describe: Callable[[int], str]) -> tuple[list[context.ErrorRecord], int]:
         """What has been recorded since the last call, and how many errors there were. `describe` names an address.
@@ -43,12 +43,12 @@ class ErrorLog:
             return [], 0
         until = time.monotonic() + _RECORD_S
         while True:
-            found = context.take_records(bytes(self._view), self._num_taken, describe)
+            found = context.take_records(bytes(self._view), self.num_taken, describe)
             if found.complete or time.monotonic() > until:
                 break
             time.sleep(0)
-        new = found.total - self._num_taken
-        self._num_taken = found.total
+        new = found.total - self.num_taken
+        self.num_taken = found.total
         # makes room for more
         limit = abi.ERROR_LOG_FIELDS["limit"].offset
         self._view[limit : limit + 8] = struct.pack("<Q", found.total + abi.ERROR_CAPACITY)

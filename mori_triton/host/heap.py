@@ -346,6 +346,11 @@ class SymmetricHeap:
         """Whether kernels of this PE have recorded an error that nobody has taken. One look at memory, no waiting."""
         return self._log.pending()
 
+    @property
+    def errors_taken(self) -> int:
+        """How many errors of this PE's kernels have been taken since the heap was opened, by whoever took them."""
+        return self._log.num_taken
+
     def take_errors(self) -> tuple[list[context.ErrorRecord], int]:
         """What kernels of this PE have recorded since the last call, and how many errors there were. Waits for none."""
         return self._log.take(self.describe)
