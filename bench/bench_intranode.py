@@ -88,7 +88,7 @@ def main(
         title = f"{pes} PEs, {num_tokens} tokens each, hidden {hidden}, top-{topk} of {experts}, {name}, {kind}"
         if quant_type != "none":
             title += f", combine {quant_type}"
-        show(f"{title}; copy {rows[0]['copy_gbs']:.0f} GB/s", rows, COLUMNS["round"])
+        show(f"{title}; copy {rows[0]['copy_gbs']:.0f} GB/s, fill {rows[0]['fill_gbs']:.0f}", rows, COLUMNS["round"])
     first_dtype, first_kind, brief = (
         dtype.split(",")[0],
         kernel_type.split(",")[0],

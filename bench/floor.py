@@ -7,7 +7,9 @@ On one GPU all of it goes through one memory. Rows are counted once per distinct
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -57,28 +59,43 @@ def floor_us(num_bytes: int, copy_gbs: float) -> float:
     return num_bytes / (copy_gbs * 1e9) * MICROSECONDS
 
 
-def copy_rate_gbs(device: torch.device, num_bytes: int = COPY_BYTES, repeats: int = 20) -> float:
-    """10^9 bytes per second, read plus written, of a copy from device memory to device memory: median of `repeats`.
+@dataclass(frozen=True)
+class Rates:
+    """What memory does at its best, in 10^9 bytes per second."""
+
+    copy_gbs: float  # read plus written, half each: what floors are made of
+    fill_gbs: float  # written only: dispatch writes five bytes for each that it reads, combine the reverse
+
+
+def rates(device: torch.device, num_bytes: int = COPY_BYTES, repeats: int = 20) -> Rates:
+    """Rates of a copy from device memory to device memory, and of filling it: medians of `repeats`.
 
     Random contents: a GPU may copy zeros faster. Timed by events; on the CPU by the host's clock.
     """
     source = torch.randint(-128, 128, (num_bytes,), dtype=torch.int8, device=device)
     target = torch.empty_like(source)
+    copy_s = _median_s(lambda: target.copy_(source), device, repeats)
+    assert torch.equal(source, target)
+    fill_s = _median_s(lambda: target.fill_(0x5A), device, repeats)
+    return Rates(2 * num_bytes / copy_s / 1e9, num_bytes / fill_s / 1e9)
+
+
+def _median_s(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Seconds of `work`, the median of `repeats` after a few."""
     times = []
     for _ in range(3 + repeats):
         if device.type == "cpu":
             start_s = time.perf_counter()
-            target.copy_(source)
+            work()
             times.append(time.perf_counter() - start_s)
         else:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            target.copy_(source)
+            work()
             end.record()
             end.synchronize()
             times.append(start.elapsed_time(end) / 1e3)
-    assert torch.equal(source, target)
-    return 2 * num_bytes / float(torch.tensor(times[3:], dtype=torch.float64).median()) / 1e9
+    return statistics.median(times[3:])
 
 
 @dataclass(frozen=True)

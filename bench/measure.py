@@ -18,7 +18,7 @@ import torch
 import mori_triton as mori
 from bench import clock, problem
 from bench.clock import Times
-from bench.floor import PEER_GPU, PEERS, Traffic, copy_rate_gbs, floor_us
+from bench.floor import PEER_GPU, PEERS, Rates, Traffic, floor_us, rates
 from bench.problem import Inputs, Problem
 from mori_triton import ops
 from mori_triton.host import state as host_state
@@ -40,8 +40,8 @@ class Method:
 class Measured:
     """What a problem's run brings, and what its PEs show each other meanwhile: lists that are indexed by PE."""
 
-    def __init__(self, problem: Problem, method: Method, copy_gbs: float) -> None:
-        self.problem, self.method, self.copy_gbs = problem, method, copy_gbs
+    def __init__(self, problem: Problem, method: Method, rates: Rates) -> None:
+        self.problem, self.method, self.rates = problem, method, rates
         self.rows: list[dict[str, Any]] = []
         self.traffic: Traffic | None = None
         self.inputs: list[Any] = [None] * problem.num_pes
@@ -54,7 +54,7 @@ class Measured:
         """Take down microseconds per round of `what`."""
         assert self.traffic is not None
         this, num_bytes = self.problem, self.traffic.bytes_of(what)
-        least = floor_us(num_bytes, self.copy_gbs)
+        least = floor_us(num_bytes, self.rates.copy_gbs)
         peer_us = _peer_us(this, what)
         self.rows.append(
             {
@@ -78,7 +78,8 @@ class Measured:
                 "ps_per_byte": times.median * 1e6 / num_bytes,
                 "bytes": num_bytes,
                 "rows": self.traffic.num_rows,
-                "copy_gbs": self.copy_gbs,
+                "copy_gbs": self.rates.copy_gbs,
+                "fill_gbs": self.rates.fill_gbs,
                 "peer_us": peer_us,
                 "peer_ratio": None if peer_us is None else peer_us / times.median,
                 **more,
@@ -100,10 +101,10 @@ def _peer_us(this: Problem, what: str) -> float | None:
 def measure(this: Problem, method: Method) -> list[dict[str, Any]]:
     """Run the problem on a world of its own and return its measurements; raises AssertionError on a wrong element."""
     gpu = method.device != "cpu"
-    copy_gbs = copy_rate_gbs(torch.device(method.device)) if gpu else copy_rate_gbs(torch.device("cpu"), 1 << 20, 3)
+    memory = rates(torch.device(method.device)) if gpu else rates(torch.device("cpu"), 1 << 20, 3)
     if gpu:
         torch.cuda.empty_cache()
-    measured = Measured(this, method, copy_gbs)
+    measured = Measured(this, method, memory)
     world = mori.local_world(this.num_pes, device=method.device, heap_size=this.heap_bytes(), timeout_s=TIMEOUT_S)
     world.run(lambda pe: _Pe(pe, world, measured).run())
     return measured.rows

@@ -65,7 +65,7 @@ def _groups(rows: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]
             title = "{pes} PEs, {tokens} tokens each, hidden {hidden}, top-{top_k} of {experts}, {dtype}, {kernel_type}"
             if row["codec"] != "none":
                 title += ", combine {codec}"
-            title = title.format_map(row) + f"; copy {row['copy_gbs']:.0f} GB/s"
+            title = title.format_map(row) + f"; copy {row['copy_gbs']:.0f} GB/s, fill {row['fill_gbs']:.0f}"
         groups.setdefault(title, []).append(row)
     return list(groups.items())
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import bench_intranode, problem, record, report
+from bench import bench_intranode, floor, problem, record, report
 from bench.problem import Inputs, Problem
 from mori_triton.errors import ArgumentError
 
@@ -235,7 +235,7 @@ def test_graphs_of_all_pes_are_captured_replayed_and_checked(kernel_type: str, m
     monkeypatch.setattr(gpu, "Gpus", FakeGpus)
     monkeypatch.setattr(gpus, "check_available", lambda device: None)
     monkeypatch.setattr(clock, "event_times", times)
-    monkeypatch.setattr(measure, "copy_rate_gbs", lambda *args: 1.0)
+    monkeypatch.setattr(measure, "rates", lambda *args: floor.Rates(1.0, 1.0))
     this = Problem(3, 5, hidden=264, top_k=4, experts=12, kernel_type=kernel_type)
     rows = measure.measure(this, measure.Method("cuda", chain=2, replays=2))
     # two pairs as a chain, by phases and as one round; three phases alone, two of them also as a chain
