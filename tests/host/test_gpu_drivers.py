@@ -55,6 +55,11 @@ def test_alloc_write_read_copy_free(kind):
         assert driver.read(address + 499, 11) == b"\0\x5a\x5a\0some\xff\0\0"
         driver.free(address)
         assert not any(gpus.memory.values())
+    address = driver.alloc(1)
+    driver.write(address, b"")
+    driver.copy(address, address, 0)
+    assert driver.read(address, 0) == b""
+    driver.free(address)
     for bad in ({"num_bytes": 0}, {"num_bytes": -1}, {"num_bytes": 8, "alignment": 3}):
         with pytest.raises(ArgumentError):
             driver.alloc(**bad)
@@ -293,6 +298,18 @@ def test_no_peer_access(kind):
         peer.import_handle(owner.export_handle(owner.alloc(64, exportable=True)))
     same, _ = fake_driver(kind, 0, gpus=gpus)
     assert same.import_handle(owner.export_handle(owner.alloc(64, exportable=True)))
+
+
+@pytest.mark.parametrize(("heap_mode", "step"), [("static_heap", "ipc_get"), ("vmm", "map_export")])
+def test_where_memory_cannot_be_exported_threads_do_without(kind, heap_mode, step):
+    owner, gpus = fake_driver(kind, 0, heap_mode=heap_mode)
+    peer, _ = fake_driver(kind, 1, gpus=gpus, heap_mode=heap_mode)
+    base = owner.alloc(64, exportable=True)
+    gpus.fail[step] = INVALID
+    handle = owner.export_handle(base)
+    assert peer.import_handle(handle) == base
+    with pytest.raises(DriverError, match=r"another process: it could not export it: .*invalid argument"):
+        peer.import_handle(elsewhere(handle))
 
 
 def test_devices_of_two_kinds_do_not_mix():

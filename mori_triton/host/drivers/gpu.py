@@ -231,14 +231,19 @@ class GpuDriver:
             raise DriverError(f"export of {address:#x}: not an allocation of this driver")
         if not owner.number:
             raise DriverError(f"export of {address:#x}: it was not allocated as exportable")
-        handle = {
+        handle: dict[str, Any] = {
             "process": process_identity(),
             "device": self.name,
             "number": owner.number,
             "bytes": owner.num_bytes,
             "offset": address - owner.address,
         }
-        return json.dumps(handle | self._export(owner)).encode()
+        try:
+            handle |= self._export(owner)
+        except DriverError as error:
+            # threads of this process do without
+            handle["error"] = str(error)
+        return json.dumps(handle).encode()
 
     def _export(self, owner: Allocation) -> dict[str, Any]:
         """What another process needs in order to map an allocation."""
@@ -280,6 +285,8 @@ class GpuDriver:
 
     def _import(self, fields: dict[str, Any]) -> Allocation:
         """Map memory of another process."""
+        if "error" in fields:
+            raise DriverError(f"memory of another process: it could not export it: {fields['error']}")
         if "socket" in fields:
             descriptor = receive_descriptor(fields["socket"])
             try:
