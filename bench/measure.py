@@ -24,7 +24,7 @@ from mori_triton import ops
 from mori_triton.host import state as host_state
 
 # a first launch compiles on one PE while the others wait for it
-TIMEOUT_S = 300.0
+TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
