@@ -280,7 +280,7 @@ def test_errors_are_seen_while_kernels_run(driver):
     for _ in range(20):
         assert not heap.errors_pending()
         wait((1,), heap.ctx, signal, 7)
-        torch.cuda._sleep(SLEEP_CYCLES // 4)
+        torch.cuda._sleep(SLEEP_CYCLES // 10)
         until = time.monotonic() + 20
         while not heap.errors_pending() and time.monotonic() < until:
             pass
@@ -301,7 +301,8 @@ def test_errors_are_seen_while_kernels_run(driver):
 
 def test_streams_events_and_graphs(driver):
     first, second, event = driver.create_stream(), driver.create_stream(), driver.create_event()
-    tensor = torch.zeros(1000, device="cuda")
+    # loads its kernel, which must not happen while a stream is captured
+    tensor = torch.zeros(1000, device="cuda").mul_(2)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.ExternalStream(first)):
         torch.cuda._sleep(SLEEP_CYCLES // 4)
