@@ -9,7 +9,9 @@ import pytest
 
 from mori_triton import local_world
 from mori_triton.device.launch import launch
-from tests.ops.cases import Case, ids_of, num_tokens
+from mori_triton.ops import EpDispatchCombineKernelType as KernelType
+from tests.ops import reference
+from tests.ops.cases import Case, check_case, ids_of, num_tokens, run_case
 from tests.ops.routes import Routes, wanted_routes
 
 pytestmark = pytest.mark.cpu
@@ -69,3 +71,34 @@ def test_weak_memory(seed: int) -> None:
     arch = ("gfx1201", "gfx942")[seed // 2 % 2]
     world = local_world(case.num_pes, heap_size="1M", arch=arch, seed=seed, weak_memory=True)
     check_routes(case, capacity, world.run(route_rounds, case, capacity))
+
+
+# -- the op
+
+
+OPS = (
+    Case(num_pes=3, hidden=24, top_k=5, tokens="zero", routing="padded", scales=(3, 1), max_tokens=20),
+    Case(
+        num_pes=4, hidden=24, top_k=3, tokens="uneven", routing="duplicates", registered=True, max_tokens=40, rounds=2
+    ),
+    Case(num_pes=2, hidden=24, top_k=10, tokens="full", routing="out_of_range", weights=False),
+)
+
+
+@pytest.mark.parametrize("kernel_type", [KernelType.IntraNode, KernelType.IntraNodeLL], ids=lambda t: t.name)
+@pytest.mark.parametrize("case", OPS, ids=str)
+def test_rows_of_an_op_are_sorted(case: Case, kernel_type: KernelType) -> None:
+    case = dataclasses.replace(case, config=(("deterministic", True), ("kernel_type", kernel_type)))
+    results = local_world(case.num_pes, heap_size="2M").run(run_case, case)
+    check_case(case, results)
+    for index in range(case.rounds):
+        ids = [ids_of(case, pe, index, num_tokens(case, pe, index)) for pe in range(case.num_pes)]
+        for pe, rows in enumerate(reference.received(ids, case.experts_per_pe)):
+            assert results[pe][0][index]["sources"] == sorted(rows)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_an_op_in_weak_memory(seed: int) -> None:
+    case = dataclasses.replace(OPS[0], max_tokens=4, rounds=2, config=(("deterministic", True),))
+    arch = ("gfx1201", "gfx942")[seed % 2]
+    check_case(case, local_world(3, heap_size="2M", arch=arch, seed=seed, weak_memory=True).run(run_case, case))

@@ -8,8 +8,9 @@ import pytest
 
 from mori_triton import local_world
 from mori_triton.device.launch import launch
+from mori_triton.ops import EpDispatchCombineKernelType as KernelType
 from tests.ops.bare_ll import check_ll, ll_rounds
-from tests.ops.cases import Case
+from tests.ops.cases import Case, check_case, run_case
 
 pytestmark = pytest.mark.cpu
 
@@ -53,3 +54,29 @@ def test_weak_memory(seed: int) -> None:
     case = dataclasses.replace(CASES[1 + seed % 2][0], rounds=2)
     arch = ("gfx1201", "gfx942")[seed // 2 % 2]
     run(case, {"block_t": 2}, case.num_pes * case.max_tokens, arch=arch, seed=seed, weak_memory=True)
+
+
+# -- the op
+
+
+OP = Case(
+    num_pes=3,
+    hidden=24,
+    top_k=5,
+    tokens="zero",
+    routing="padded",
+    scales=(3, 1),
+    rounds=2,
+    config=(("kernel_type", KernelType.IntraNodeLL),),
+)
+
+
+@pytest.mark.parametrize("arch", ["gfx1201", "gfx942", "gfx950", "gfx1250"])
+def test_an_op(arch: str) -> None:
+    check_case(OP, local_world(3, heap_size="2M", arch=arch).run(run_case, OP))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_an_op_in_weak_memory(seed: int) -> None:
+    arch = ("gfx1201", "gfx942")[seed % 2]
+    check_case(OP, local_world(3, heap_size="2M", arch=arch, seed=seed, weak_memory=True).run(run_case, OP))
