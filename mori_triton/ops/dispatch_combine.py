@@ -6,7 +6,6 @@ buffers is enough.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from mori_triton.errors import StateError, require
 from mori_triton.ops.calls import CombineCall, DispatchCall
 from mori_triton.ops.combine import check_combine, check_contents, plan_combine, recv_step
-from mori_triton.ops.config import PAYLOAD_DTYPES, EpDispatchCombineConfig
+from mori_triton.ops.config import EpDispatchCombineConfig
 from mori_triton.ops.dispatch import check_dispatch, is_absent, plan_dispatch, recv_steps
 from mori_triton.ops.local_expert_count import local_expert_count
 from mori_triton.ops.op_base import EpOpBase
@@ -50,7 +49,6 @@ class EpDispatchCombineOp(EpOpBase):
 
     # -- dispatch --------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def dispatch(
         self,
         input: torch.Tensor,
@@ -100,7 +98,6 @@ class EpDispatchCombineOp(EpOpBase):
         self._arrived("dispatch", call_local_expert_count)
         return result
 
-    @torch.no_grad()
     def dispatch_send(
         self,
         input: torch.Tensor,
@@ -151,31 +148,34 @@ class EpDispatchCombineOp(EpOpBase):
     ) -> tuple[Any, ...]:
         require(routing is None or not return_routing, "routing", "None with return_routing", routing)
         capturing = self._begin(what)
-        tensors = {"input": input, "weights": weights, "scales": scales, "indices": indices}
-        key = (what, launch, routing is not None, *map(plan_key, tensors.values()))
+        replay = routing is not None
+        key = what, launch, replay, plan_key(input), plan_key(weights), plan_key(scales), plan_key(indices)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plan_dispatch(key, what == "dispatch", input, weights, scales, indices, launch, routing)
-        given = {name: self._outside(name, tensor) for name, tensor in tensors.items()}
-        given["tokens"] = given["input"]
+            plan = self._plan_dispatch(key, what == "dispatch", input, weights, scales, indices, launch, replay)
+        given = {
+            "tokens": self._outside("input", input),
+            "weights": self._outside("weights", weights),
+            "scales": self._outside("scales", scales),
+            "indices": self._outside("indices", indices),
+        }
         n = indices.shape[0]
         if return_routing:
-            routing = new_handle(self.config, self.device, n)
+            routing = new_handle(self.config, self.device, n, indices.clone() if self._on_host else None)
         elif routing is not None:
             check_handle(routing, self.config, self.device, n)
         where = routing or self._own_routing
         given["forward"] = self._argument(where.disp_dest_tok_id_map)
         given["total"] = self._argument(where.total_recv_token_num)
         self._run("dispatch", plan, given, capturing)
-        self._routing = dataclasses.replace(
-            where, cur_rank_num_token=n, indices=indices.clone() if self._on_host else None
-        )
+        self._routing, self._num_tokens = where, n
+        self._dispatched = indices.clone() if self._on_host else None
         if plan.rest is not None:
             self._pending = "dispatch", plan.rest, {"forward": given["forward"], "total": given["total"]}
         elif return_routing:
             where.disp_tok_id_to_src_tok_id_local.copy_(self._own_routing.disp_tok_id_to_src_tok_id_local)
         result = (*plan.result, where.total_recv_token_num)
-        return (*result, self._routing) if return_routing else result
+        return (*result, where) if return_routing else result
 
     def _plan_dispatch(
         self,
@@ -186,7 +186,7 @@ class EpDispatchCombineOp(EpOpBase):
         scales: torch.Tensor | None,
         indices: torch.Tensor,
         launch: tuple[int, int],
-        routing: EpDispatchRoutingHandle | None,
+        replay: bool,
     ) -> Plan:
         """The plan of a dispatch; raises `ArgumentError` for what `dispatch` cannot take."""
         config = self.config
@@ -195,7 +195,7 @@ class EpDispatchCombineOp(EpOpBase):
         call = DispatchCall(
             config, self._buffers, self._state.heap.ctx, self._own_routing,
             self._shape("dispatch", n, h, dtype, *launch), wait, self._step,
-            data=data, replay=routing is not None,
+            data=data, replay=replay,
         )  # fmt: skip
         rows, k = config.max_recv, config.num_experts_per_token
         out_scales = None
@@ -223,7 +223,6 @@ class EpDispatchCombineOp(EpOpBase):
 
     # -- combine ---------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def combine(
         self,
         input: torch.Tensor,
@@ -270,7 +269,6 @@ class EpDispatchCombineOp(EpOpBase):
             self.reset()
         return result
 
-    @torch.no_grad()
     def combine_send(
         self,
         input: torch.Tensor,
@@ -317,22 +315,24 @@ class EpDispatchCombineOp(EpOpBase):
         where = routing or self._routing
         if where is None:
             raise StateError(f"{what}: no dispatch came before, and no routing is given")
+        n = self._num_tokens if routing is None else routing.cur_rank_num_token
         registered = self._address + self._combine_in_offset
         in_place = isinstance(input, torch.Tensor) and input.data_ptr() == registered and input.numel() > 0
-        n = where.cur_rank_num_token
-        tensors = {"rows": input, "weights": weights, "indices": indices}
-        key = (what, launch, use_external_inp_buf, in_place, n, *map(plan_key, tensors.values()))
+        key = (
+            what, launch, use_external_inp_buf, in_place, n, plan_key(input), plan_key(weights), plan_key(indices)
+        )  # fmt: skip
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plan_combine(
                 key, what == "combine", in_place, n, use_external_inp_buf, launch, input, weights, indices
             )
-        given = {name: self._argument(tensor) for name, tensor in tensors.items()}
+        given = {"rows": self._argument(input), "weights": self._argument(weights)}
         if not in_place and self._buffers.region_of(input.data_ptr()) == "combine_in" and input.numel() > 0:
             require(False, "input", "the registered buffer from its start, or other memory", "a part from within it")
         if self._on_host:
             total = int(where.total_recv_token_num[0])
-            check_contents(input, None if is_absent(weights, 0) else weights, indices, where.indices, total)
+            dispatched = self._dispatched if routing is None else routing.indices
+            check_contents(input, None if is_absent(weights, 0) else weights, indices, dispatched, total)
         if in_place and self._last == "combine":
             raise StateError(f"{what}: peers may still read the registered buffer: a combine came last, not a dispatch")
         given["forward"] = self._argument(where.disp_dest_tok_id_map)
@@ -372,43 +372,6 @@ class EpDispatchCombineOp(EpOpBase):
         if wait:
             return self._keep(key, Plan([*send, *reduce], call.result()))
         return self._keep(key, Plan(send, call.result(), Plan([recv_step(call), *reduce])))
-
-    # -- what a round left behind ----------------------------------------------------------------------------
-
-    def get_dispatch_src_token_pos(self) -> torch.Tensor:
-        """Whose rows dispatch brought: int32 `[total_recv]`, `source PE * M + token`. Waits for the device.
-
-        `decode_send_flat_idx` takes it apart. A view, valid until combine is called; StateError at other times and
-        while a graph is captured.
-        """
-        if self._begin("get_dispatch_src_token_pos"):
-            raise StateError("get_dispatch_src_token_pos: waits for the device, which a captured stream cannot")
-        if self._last != "dispatch":
-            raise StateError(
-                "get_dispatch_src_token_pos: ask between dispatch and combine, at other times peers may be writing"
-            )
-        assert self._routing is not None
-        self._state.driver.synchronize()
-        self._raise_errors()
-        return self._own_routing.disp_tok_id_to_src_tok_id_local[: int(self._routing.total_recv_token_num[0])]
-
-    def decode_send_flat_idx(self, flat_idx: Any) -> tuple[Any, Any]:
-        """(source PE, token) of an entry of `get_dispatch_src_token_pos`; elementwise for a tensor of them."""
-        most = self.config.max_num_inp_token_per_rank
-        return flat_idx // most, flat_idx % most
-
-    def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
-        """`[R, hidden_dim]` of the buffer that peers read in combine: rows written here need no copy. -1: full width.
-
-        Write it between dispatch and combine only; at other times peers may be reading it.
-        """
-        self._check_usable()
-        h = self.config.hidden_dim if hidden_dim == -1 else hidden_dim
-        require(dtype in PAYLOAD_DTYPES, "dtype", " or ".join(map(str, PAYLOAD_DTYPES)), dtype)
-        require(1 <= h <= self.config.hidden_dim, "hidden_dim", f"in [1, {self.config.hidden_dim}] or -1", h)
-        wide = self.config.max_token_type_size
-        require(dtype.itemsize <= wide, "dtype", f"at most max_token_type_size = {wide} bytes", dtype)
-        return self._buffers.view("combine_in", dtype, self.config.max_recv, h)
 
     # -- inside ----------------------------------------------------------------------------------------------
 

@@ -14,8 +14,8 @@ from mori_triton.errors import ArgumentError, HeapError, StateError, require
 from mori_triton.host import context
 from mori_triton.host import state as host_state
 from mori_triton.ops.buffers import CLEARED, EpBuffers, ep_buffer_layout
-from mori_triton.ops.config import EpDispatchCombineConfig
-from mori_triton.ops.kernels.finish import COMBINED, DISPATCHED, sync_kernel
+from mori_triton.ops.config import PAYLOAD_DTYPES, EpDispatchCombineConfig
+from mori_triton.ops.kernels.finish import COMBINED, DISPATCHED, STATUS, sync_kernel
 from mori_triton.ops.plans import Plan, Step, StepMaker
 from mori_triton.ops.routing import EpDispatchRoutingHandle
 from mori_triton.ops.tuning import EpLaunchConfig, launch_config, tables_for
@@ -81,6 +81,7 @@ class EpOpBase:
             self._buffers.region("recv_sources"),
             0,
         )
+        self._errors_seen = state.heap.errors_taken
         self._forget()
         # a fast peer's first write must not meet this PE's zeros: clear, finish, and only then let anyone go on
         self._clear()
@@ -91,7 +92,9 @@ class EpOpBase:
         """No round is in progress, and none was."""
         self._last: str | None = None  # "dispatch" or "combine": what finished last
         self._pending: tuple[str, Plan, dict[str, Any]] | None = None  # what was sent and not received
-        self._routing: EpDispatchRoutingHandle | None = None  # of the last dispatch
+        self._routing: EpDispatchRoutingHandle | None = None  # of the last dispatch, whose count may be another's
+        self._num_tokens = 0  # of the last dispatch
+        self._dispatched: torch.Tensor | None = None  # a copy of its indices, where the host compares them
         self._captured = False  # whether the last call was captured
 
     # -- sizes -----------------------------------------------------------------------------------------------
@@ -162,14 +165,14 @@ class EpOpBase:
     def _begin(self, what: str) -> bool:
         """Raise what keeps `what` from being called, errors of earlier kernels among it. Whether it is captured."""
         self._check_usable()
+        # what a captured stream will do has not happened yet
+        capturing = not self._on_host and torch.cuda.is_current_stream_capturing()
+        if not capturing:
+            self._raise_errors()
         if self._phase is Phase.BROKEN:
             raise StateError(f"{what}: the op is {self._phase.value}")
         if self._pending is not None and what != f"{self._pending[0]}_recv":
             raise StateError(f"{what}: the op's {self._pending[0]}_send waits for {self._pending[0]}_recv")
-        # memory of a stream that is captured is not there yet
-        capturing = not self._on_host and torch.cuda.is_current_stream_capturing()
-        if not capturing:
-            self._raise_errors()
         return capturing
 
     def _keep(self, key: Any, plan: Plan) -> Plan:
@@ -206,13 +209,56 @@ class EpOpBase:
     def _raise_errors(self) -> None:
         """Raise what kernels have recorded. A wait of this op that timed out breaks it; an overflow does not."""
         heap = self._state.heap
+        if heap.errors_taken != self._errors_seen:
+            # a barrier, or another op, has raised errors: one of them may be a time-out of this op
+            self._errors_seen = heap.errors_taken
+            if int(self._buffers.region("control")[STATUS.value]) != 0:
+                self._phase = Phase.BROKEN
         if not heap.errors_pending():
             return
         records, count = heap.take_errors()
+        self._errors_seen = heap.errors_taken
         end = self._address + self._layout.num_bytes
         if any(not record.overflowed and self._address <= record.address < end for record in records):
             self._phase = Phase.BROKEN
         raise context.error_of(records, count)
+
+    # -- what a round left behind ----------------------------------------------------------------------------
+
+    def get_dispatch_src_token_pos(self) -> torch.Tensor:
+        """Whose rows dispatch brought: int32 `[total_recv]`, `source PE * M + token`. Waits for the device.
+
+        `decode_send_flat_idx` takes it apart. A view, valid until combine is called; StateError at other times and
+        while a graph is captured.
+        """
+        if self._begin("get_dispatch_src_token_pos"):
+            raise StateError("get_dispatch_src_token_pos: waits for the device, which a captured stream cannot")
+        if self._last != "dispatch":
+            raise StateError(
+                "get_dispatch_src_token_pos: ask between dispatch and combine, at other times peers may be writing"
+            )
+        assert self._routing is not None
+        self._state.driver.synchronize()
+        self._raise_errors()
+        return self._own_routing.disp_tok_id_to_src_tok_id_local[: int(self._routing.total_recv_token_num[0])]
+
+    def decode_send_flat_idx(self, flat_idx: Any) -> tuple[Any, Any]:
+        """(source PE, token) of an entry of `get_dispatch_src_token_pos`; elementwise for a tensor of them."""
+        most = self.config.max_num_inp_token_per_rank
+        return flat_idx // most, flat_idx % most
+
+    def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
+        """`[R, hidden_dim]` of the buffer that peers read in combine: rows written here need no copy. -1: full width.
+
+        Write it between dispatch and combine only; at other times peers may be reading it.
+        """
+        self._check_usable()
+        h = self.config.hidden_dim if hidden_dim == -1 else hidden_dim
+        require(dtype in PAYLOAD_DTYPES, "dtype", " or ".join(map(str, PAYLOAD_DTYPES)), dtype)
+        require(1 <= h <= self.config.hidden_dim, "hidden_dim", f"in [1, {self.config.hidden_dim}] or -1", h)
+        wide = self.config.max_token_type_size
+        require(dtype.itemsize <= wide, "dtype", f"at most max_token_type_size = {wide} bytes", dtype)
+        return self._buffers.view("combine_in", dtype, self.config.max_recv, h)
 
     # -- end -------------------------------------------------------------------------------------------------
 
@@ -223,6 +269,7 @@ class EpOpBase:
         self._state.driver.synchronize()
         self._state.bootstrap.barrier("EpDispatchCombineOp.reset: kernels are done")
         self._state.heap.take_errors()
+        self._errors_seen = self._state.heap.errors_taken
         self._clear()
         self._state.bootstrap.barrier("EpDispatchCombineOp.reset: buffers are clear")
         self._forget()

@@ -48,8 +48,10 @@ class EpDispatchRoutingHandle:
         return cls(*tensors, cur_rank_num_token)  # type: ignore[call-arg]
 
 
-def new_handle(config: EpDispatchCombineConfig, device: torch.device, num_tokens: int) -> EpDispatchRoutingHandle:
-    """A handle for a dispatch of `num_tokens` tokens to fill in."""
+def new_handle(
+    config: EpDispatchCombineConfig, device: torch.device, num_tokens: int, indices: torch.Tensor | None = None
+) -> EpDispatchRoutingHandle:
+    """A handle for a dispatch of `num_tokens` tokens to fill in. `indices`: a copy of theirs, for it to keep."""
     most, k = config.max_num_inp_token_per_rank, config.num_experts_per_token
     return EpDispatchRoutingHandle(
         torch.empty(most, k, dtype=torch.int32, device=device),
@@ -58,6 +60,7 @@ def new_handle(config: EpDispatchCombineConfig, device: torch.device, num_tokens
         torch.empty(1, dtype=torch.int32, device=device),
         torch.empty(config.max_recv, dtype=torch.int32, device=device),
         num_tokens,
+        indices,
     )
 
 

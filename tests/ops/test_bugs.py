@@ -30,6 +30,7 @@ from tests.ops.cases import (
     config_of,
     control,
     dispatch_round,
+    inputs_on,
     is_poison,
     payload,
     poison,
@@ -488,6 +489,36 @@ def test_d20_a_missing_peer_is_named_and_reset_recovers() -> None:
             with pytest.raises(StateError, match="reset"):
                 dispatch_round(op, case, round_of(case, pe, 0))
         op.reset()
+        poison(op)
+        host_state.current().bootstrap.barrier("poisoned")
+        return combine_round(op, case, pe, dispatch_round(op, case, round_of(case, pe, 0)))
+
+    results = world(2, timeout_s=1.0).run(program)
+    check_case(case, [[[results[pe]]] for pe in range(2)])
+
+
+def test_d20_a_time_out_that_somebody_else_raised_breaks_the_op_too() -> None:
+    case = Case(num_pes=2, rounds=1)
+
+    def program(pe: int) -> dict[str, Any]:
+        op, bystander, heap = start(case, pe), start(case, pe), host_state.current().heap
+        if pe == 0:
+            # as on a GPU, where the call does not wait for its kernels
+            op._on_host = False
+            op._argument = op._outside = lambda *given: given[-1]  # type: ignore[method-assign]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+                op.dispatch(*inputs_on(op, case, round_of(case, pe, 0)))
+                with pytest.raises(PeerTimeout):
+                    heap.check_errors()
+                with pytest.raises(StateError, match="dispatch: the op is broken"):
+                    op.dispatch(*inputs_on(op, case, round_of(case, pe, 0)))
+            del op._argument, op._outside
+            op._on_host = True
+        op.reset()
+        # the other op is none the worse
+        got = dispatch_round(bystander, case, round_of(case, pe, 0))
+        combine_round(bystander, case, pe, got)
         poison(op)
         host_state.current().bootstrap.barrier("poisoned")
         return combine_round(op, case, pe, dispatch_round(op, case, round_of(case, pe, 0)))
