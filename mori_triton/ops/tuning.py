@@ -59,12 +59,12 @@ _EMULATED_LL = replace(_EMULATED, route_tokens=2)
 
 def launch_config(
     device_type: str,
-    phase: str = "dispatch",
-    num_tokens: int = 0,
-    row_bytes: int = 0,
+    phase: str,
+    num_tokens: int,
+    row_bytes: int,
     *,
-    dtype: torch.dtype = torch.bfloat16,
-    top_k: int = 1,
+    dtype: torch.dtype,
+    top_k: int,
     zero_copy: bool = False,
     quant_type: str = "none",
     kernel_type: str = "IntraNode",
