@@ -175,6 +175,11 @@ MORI_BODY i64 wait_all_ge(Ctx ctx, u64 address, i32 num, i64 value, i32 tag) {
 MORI_BODY i32 arrive_last(Ctx ctx, u64 counter, i32 count) {
   i32 last = 0;
   gather_stores(ctx);
+  // nobody to ask
+  if (count == 1) {
+    acquire_after_barrier_device();
+    return 1;
+  }
   if (is_elected()) {
     last = arrive_device(counter) == (u32)count - 1;
     // read again by the next launch only
