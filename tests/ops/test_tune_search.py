@@ -12,8 +12,8 @@ from hypothesis import given, settings
 
 from mori_triton.errors import ArgumentError
 from mori_triton.ops.tune.journal import Journal
-from mori_triton.ops.tune.search import Call, axes_of, effective, grid, search
-from mori_triton.ops.tuning import EpLaunchConfig
+from mori_triton.ops.tune.search import Call, axes_of, effective, grids_of, search
+from mori_triton.ops.tuning import NO_LIMIT, EpLaunchConfig
 
 pytestmark = pytest.mark.cpu
 
@@ -35,7 +35,7 @@ def distance(call: Call, a: EpLaunchConfig, b: EpLaunchConfig) -> int:
 def test_a_valley_is_walked_down_to_its_bottom(call, data):
     """Where every step towards one shape is faster, the search ends there, and measures no shape twice."""
     # so many tokens that no number of programs is too large
-    call = dataclasses.replace(call, num_tokens=1 << 20)
+    call = dataclasses.replace(call, num_tokens=1 << 22)
     bottom = dataclasses.replace(START, **{n: data.draw(st.sampled_from(v)) for n, v in axes_of(call).items()})
     seen = []
 
@@ -67,7 +67,9 @@ def test_the_best_start_is_gone_on_from_and_broken_shapes_are_never_taken():
 
 def test_the_end_of_time_and_of_what_can_be_gained():
     for stop in ({"go_on": lambda: False}, {"enough_us": 100.0}):
-        found = search(DISPATCH, [START, *grid(DISPATCH, START)], lambda shape, best: 100.0, margin=0.0, **stop)
+        found = search(
+            DISPATCH, [START, START], lambda shape, best: 100.0, grids=grids_of(DISPATCH), margin=0.0, **stop
+        )
         assert (found.num_measured, found.us) == (1, 100.0)
 
 
@@ -96,10 +98,20 @@ def test_a_step_goes_past_shapes_that_come_to_the_same():
     assert (found.shape.num_programs, found.us) == (8, 8)
 
 
-def test_a_grid_keeps_what_it_does_not_vary():
-    shapes = list(grid(DISPATCH, START))
-    assert len(set(shapes)) == len(shapes) > 8
-    assert {s.route_tokens for s in shapes} == {16}
+def test_grids_look_where_no_single_step_leads():
+    """Two ditches, one for each kernel, with walls around: a valley that only a grid finds, then its neighbourhood."""
+    bottom = dataclasses.replace(START, piece_bytes=2048, num_warps=2, stage_piece_bytes=4096, stage_warps=2)
+
+    def us(shape, best):
+        moving = (shape.piece_bytes, shape.num_warps) == (2048, 2)
+        staging = (shape.stage_piece_bytes, shape.stage_warps) == (4096, 2)
+        return 1000.0 - 100 * moving - 100 * staging - math.log2(shape.num_programs)
+
+    assert search(EXTERNAL, [START], us, margin=0.0).us > 900
+    found = search(EXTERNAL, [START], us, grids=grids_of(EXTERNAL), margin=0.0)
+    assert found.shape == dataclasses.replace(bottom, num_programs=NO_LIMIT)
+    assert found.us == us(found.shape, 0.0) < 800
+    assert len(grids_of(DISPATCH)) == len(grids_of(IN_PLACE)) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------ journal

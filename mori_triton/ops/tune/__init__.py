@@ -23,7 +23,7 @@ from mori_triton.host import state as host_state
 from mori_triton.ops.buffers import ep_buffer_layout
 from mori_triton.ops.tune.bench import DTYPES, SUMMED, PeBench, Problem, row_shape
 from mori_triton.ops.tune.journal import Journal
-from mori_triton.ops.tune.search import Call, axes_of, grid, search
+from mori_triton.ops.tune.search import Call, axes_of, grids_of, search
 from mori_triton.ops.tune.timing import COPY_BYTES, copy_rate_gbs
 from mori_triton.ops.tuning import PHASES, EpLaunchConfig, device_names, launch_config, shape_of_rule
 from mori_triton.ops.tuning_tables import SHARED, TuningRule, file_name, load_table, save_table
@@ -259,12 +259,11 @@ class _Lead:
         old = self._rules(call.phase).get(self._rule(call, built_in, 0, 0, 0, 0).key)
         old_shape = shape_of_rule(built_in, old) if old else built_in
         starts = [old_shape, built_in, *self._neighbours(call)]
-        if call.num_tokens in _calibrated(self.problem.num_tokens) and self.device.type != "cpu":
-            starts += grid(call, built_in)
+        calibrates = call.num_tokens in _calibrated(self.problem.num_tokens) and self.device.type != "cpu"
         limit_s = started_s + self._share_s(call)
         found = search(
-            call, starts, measure, margin=_MARGIN, enough_us=before_us + floor_us * (1 + _MARGIN),
-            go_on=lambda: time.monotonic() < limit_s,
+            call, starts, measure, grids=grids_of(call) if calibrates else (), margin=_MARGIN,
+            enough_us=before_us + floor_us * (1 + _MARGIN), go_on=lambda: time.monotonic() < limit_s,
         )  # fmt: skip
         # the best and what is there now once more, in turn: only this decides
         again: dict[EpLaunchConfig, list[float]] = {old_shape: [], found.shape: []}

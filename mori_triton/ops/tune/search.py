@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from mori_triton.ops.tuning import NO_LIMIT, EpLaunchConfig
@@ -12,18 +12,19 @@ from mori_triton.ops.tuning import NO_LIMIT, EpLaunchConfig
 Axes = dict[str, tuple[int, ...]]
 
 _MOVING: Axes = {
-    "num_programs": (8, 16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096, NO_LIMIT),
+    "num_programs": (8, 16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192, 16384, 65536, NO_LIMIT),
     "piece_bytes": (1024, 2048, 4096, 8192, 16384),
     "num_warps": (1, 2, 4, 8, 16),
 }
 _STAGING: Axes = {f"stage_{name.removeprefix('num_')}": values for name, values in _MOVING.items()}
 _ROUTING: Axes = {"route_tokens": (1, 2, 4, 8, 16, 32), "route_warps": (1, 2, 4)}
-# where a grid looks: the middle of each axis
+# where a grid looks
 _COARSE: Axes = {
-    "num_programs": (512, 1024, NO_LIMIT),
+    "num_programs": (1024, 8192, NO_LIMIT),
     "piece_bytes": (2048, 4096, 8192),
     "num_warps": (2, 4, 8),
 }
+_COARSE_STAGING: Axes = {f"stage_{name.removeprefix('num_')}": values for name, values in _COARSE.items()}
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,9 @@ def effective(call: Call, shape: EpLaunchConfig) -> EpLaunchConfig:
     return replace(shape, **unused)
 
 
-def grid(call: Call, start: EpLaunchConfig) -> Iterator[EpLaunchConfig]:
-    """Every combination of the coarse values, the rest as in `start`."""
-    for values in itertools.product(*_COARSE.values()):
-        yield replace(start, **dict(zip(_COARSE, values, strict=True)))
+def grids_of(call: Call) -> list[Axes]:
+    """What to try exhaustively, one grid after the other, each around the best shape so far: one for each kernel."""
+    return [_COARSE] if call.phase == "dispatch" or call.zero_copy else [_COARSE, _COARSE_STAGING]
 
 
 @dataclass(frozen=True)
@@ -98,17 +98,19 @@ def search(
     starts: Iterable[EpLaunchConfig],
     measure: Callable[[EpLaunchConfig, float], float],
     *,
+    grids: Iterable[Axes] = (),
     margin: float,
     enough_us: float = 0.0,
     go_on: Callable[[], bool] = lambda: True,
 ) -> Found:
-    """Measure `starts`, then walk from the best along each axis for as long as it gets better.
+    """Measure `starts`, then every point of `grids`, then walk from the best along each axis while it gets better.
 
     Args:
         call: what the shapes are for.
         starts: at least one shape; the first is measured whatever happens.
         measure: (shape, best so far in µs, or infinity) to µs, or infinity for a shape that does not work. May give up
             early, with any figure above the best, when a shape is hopeless.
+        grids: values to combine, the rest as in the best shape so far.
         margin: a shape is better when it is faster by more than this part.
         enough_us: nothing can be gained below it; the search ends.
         go_on: False: no time is left; the search ends.
@@ -132,6 +134,10 @@ def search(
     for shape in starts:
         better(shape)
     assert best_shape is not None, "no shape to start from"
+    for values_of in grids:
+        around = best_shape
+        for values in itertools.product(*values_of.values()):
+            better(replace(around, **dict(zip(values_of, values, strict=True))))
     improved = True
     while improved:
         improved = False
