@@ -16,7 +16,7 @@ import torch
 
 from mori_triton.errors import ArgumentError, DriverError, StateError
 from mori_triton.host.bootstrap.threads import ThreadGroup
-from mori_triton.host.drivers import MemoryKind, cuda_api, dlpack, hip_api
+from mori_triton.host.drivers import MemoryKind, cuda, cuda_api, dlpack, hip, hip_api
 from mori_triton.host.drivers.cuda import CudaDriver
 from mori_triton.host.heap import SymmetricHeap
 from tests.host.fake_gpu import INVALID, OUT_OF_MEMORY, FakeGpus, fake_driver
@@ -143,6 +143,30 @@ def test_errors_carry_the_librarys_text(kind):
     with pytest.raises(DriverError, match="4096 bytes at 0x"):
         driver.alloc(4096)
     assert not any(gpus.memory.values())
+
+
+def test_how_many_gpus_there_are(kind, monkeypatch):
+    module, api = (cuda, cuda_api) if kind == "cuda" else (hip, hip_api)
+    opened = []
+
+    def load(names):
+        opened.append(list(names))
+        if len(opened) == 1:
+            raise DriverError("no library")
+        return FakeGpus(api.FUNCTIONS, devices=3)
+
+    monkeypatch.setattr(module, "load", load)
+    module.open_library.cache_clear()
+    try:
+        # a driver may be installed later; one that is there is opened once
+        assert [module.device_count() for _ in range(3)] == [0, 3, 3]
+        assert len(opened) == 2
+        assert set(api.LIBRARY_NAMES) <= set(opened[0])
+        driver = (cuda.CudaDriver if kind == "cuda" else hip.HipDriver)(2)
+        assert driver.device_index == 2
+        driver.close()
+    finally:
+        module.open_library.cache_clear()
 
 
 def test_no_such_gpu(kind):
