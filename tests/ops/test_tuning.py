@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from mori_triton import env
+from mori_triton import env, local_world, ops
 from mori_triton.errors import ArgumentError
 from mori_triton.ops import tuning
 from mori_triton.ops.tuning import EpLaunchConfig, launch_config
@@ -233,3 +233,31 @@ def test_manual_mode_opens_nothing_and_auto_looks_for_the_emulated_devices_own(t
     assert tables is not None
     assert tables.dispatch is None
     assert blocks(tables.combine, BF16, 1, 7168, 8, True, "none") == 3
+
+
+@pytest.mark.parametrize(("mode", "want"), [("AUTO", (3, 0, 1)), ("MANUAL", None), (None, None)])
+def test_an_op_takes_its_table_in_auto_mode_only(tmp_path, monkeypatch, mode, want):
+    """And runs with it; what the caller names wins."""
+    for phase in ("dispatch", "combine"):
+        codec = {"zero_copy": False, "quant_type": "none"} if phase == "combine" else {}
+        rules = [rule(4, 3, hidden_dim=16, topk=2, warp_per_block=1, **codec)]
+        save_table(tmp_path / f"gfx1201_emulated_IntraNode_ep2_{phase}.json", {"phase": phase}, rules)
+    monkeypatch.setenv("MORI_EP_TUNING_CONFIG", str(tmp_path))
+    if mode is not None:
+        monkeypatch.setenv("MORI_EP_LAUNCH_CONFIG_MODE", mode)
+
+    def program(pe):
+        op = ops.EpDispatchCombineOp(ops.EpDispatchCombineConfig(BF16, pe, 2, 16, 0, 0, 2, 4, 2, 2))
+        shapes = [op.get_launch_config(is_dispatch) for is_dispatch in (True, False)]
+        assert op.get_launch_config(True, 5, 0, 2) == (5, 0, 2)
+        tokens = torch.full((4, 16), 1.0 + pe, dtype=BF16)
+        ids = torch.tensor([[0, 2]] * 4, dtype=torch.int32)
+        out, _, _, _, total = op.dispatch(tokens, None, None, ids)
+        assert int(total[0]) == 8
+        assert torch.equal(op.combine(out.clone(), None, ids)[0], 2 * tokens)
+        op.close()
+        return shapes
+
+    built_in = [launch_config("cpu", phase, 4, 32, dtype=BF16, top_k=2) for phase in ("dispatch", "combine")]
+    expected = [want or (shape.num_programs, 0, shape.num_warps) for shape in built_in]
+    assert local_world(2).run(program) == [expected, expected]
