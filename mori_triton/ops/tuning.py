@@ -44,9 +44,10 @@ _EMULATED = EpLaunchConfig(
     stage_programs=8, stage_piece_bytes=2048, stage_warps=2,
 )  # fmt: skip
 # a program for every piece of every row, measured best on an H200 at 4096 tokens of 14336 bytes
+# rows are staged by few programs with much to do each: how many there are only the device knows
 _GPU_DISPATCH = EpLaunchConfig(
     num_programs=NO_LIMIT, piece_bytes=4096, num_warps=2, route_tokens=16, route_warps=4,
-    stage_programs=NO_LIMIT, stage_piece_bytes=4096, stage_warps=2,
+    stage_programs=528, stage_piece_bytes=16384, stage_warps=8,
 )  # fmt: skip
 _GPU_COMBINE = replace(_GPU_DISPATCH, piece_bytes=2048)
 # few tokens: routing is spread over more programs

@@ -100,11 +100,11 @@ def test_a_step_goes_past_shapes_that_come_to_the_same():
 
 def test_grids_look_where_no_single_step_leads():
     """Two ditches, one for each kernel, with walls around: a valley that only a grid finds, then its neighbourhood."""
-    bottom = dataclasses.replace(START, piece_bytes=2048, num_warps=2, stage_piece_bytes=4096, stage_warps=2)
+    bottom = dataclasses.replace(START, piece_bytes=2048, num_warps=2, stage_piece_bytes=4096, stage_warps=16)
 
     def us(shape, best):
         moving = (shape.piece_bytes, shape.num_warps) == (2048, 2)
-        staging = (shape.stage_piece_bytes, shape.stage_warps) == (4096, 2)
+        staging = (shape.stage_piece_bytes, shape.stage_warps) == (4096, 16)
         return 1000.0 - 100 * moving - 100 * staging - math.log2(shape.num_programs)
 
     assert search(EXTERNAL, [START], us, margin=0.0).us > 900

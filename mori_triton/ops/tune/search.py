@@ -24,7 +24,11 @@ _COARSE: Axes = {
     "piece_bytes": (2048, 4096, 8192),
     "num_warps": (2, 4, 8),
 }
-_COARSE_STAGING: Axes = {f"stage_{name.removeprefix('num_')}": values for name, values in _COARSE.items()}
+_COARSE_STAGING: Axes = {
+    "stage_programs": (264, 528, 1056, 2112),
+    "stage_piece_bytes": (4096, 8192, 16384),
+    "stage_warps": (4, 8, 16),
+}
 
 
 @dataclass(frozen=True)
