@@ -1,6 +1,7 @@
-"""What each process of test_cuda_driver_gpu1.py's world runs: `python -m tests.host.gpu_pe_program <rank> <id> <id>`.
+"""What processes of test_cuda_driver_gpu1.py run.
 
-Prints the heap mode of each world that was fine, then "end".
+`python -m tests.host.gpu_pe_program world <rank> <id> <id>`: one of two PEs. Prints the heap mode of each world that
+was fine, then "end". `forget <id>`, `fault <id>`: a PE alone that ends badly.
 """
 
 import os
@@ -13,6 +14,7 @@ import triton.language as tl
 from mori_triton import shmem as mori
 from mori_triton.device import shmem
 from mori_triton.device.prepared import prepare
+from mori_triton.errors import DriverError
 from mori_triton.host import state
 
 ROUNDS = 5
@@ -60,14 +62,51 @@ def world(rank: int, unique_id: str) -> None:
     mori.shmem_finalize()
 
 
+@triton.jit(do_not_specialize=["address"])
+def stray_kernel(address):
+    tl.store(tl.cast(address, tl.int64).to(tl.pointer_type(tl.int32)), 1)
+
+
+def alone(unique_id: str) -> torch.Tensor:
+    mori.shmem_init_attr(mori.MORI_SHMEM_INIT_WITH_UNIQUEID, 0, 1, bytes.fromhex(unique_id))
+    return mori.mori_shmem_create_tensor((100,), torch.float32).fill_(1)
+
+
+def forget(unique_id: str) -> None:
+    """A program that does not finalize, and whose tensors live as long as it."""
+    globals()["kept"] = alone(unique_id)[3:]
+    say("end")
+
+
+def fault(unique_id: str) -> None:
+    """A kernel that writes where it must not: every call says so, and taking the world down ends."""
+    kept = alone(unique_id)
+    stray_kernel[(1,)](64)
+    for call in (mori.shmem_barrier_all, mori.shmem_finalize):
+        try:
+            call()
+        except DriverError as error:
+            say("CUDA_ERROR_ILLEGAL_ADDRESS" if "CUDA_ERROR_ILLEGAL_ADDRESS" in str(error) else str(error))
+    del kept
+    say("end")
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
-    rank, *ids = sys.argv[1:]
-    for mode, unique_id in zip(("static_heap", "vmm"), ids, strict=True):
-        os.environ["MORI_SHMEM_MODE"] = mode
-        world(int(rank), unique_id)
-        sys.stdout.write(mode + "\n")
-        sys.stdout.flush()
-    sys.stdout.write("end\n")
+    what, *rest = sys.argv[1:]
+    if what == "world":
+        rank, *ids = rest
+        for mode, unique_id in zip(("static_heap", "vmm"), ids, strict=True):
+            os.environ["MORI_SHMEM_MODE"] = mode
+            world(int(rank), unique_id)
+            say(mode)
+        say("end")
+    else:
+        {"forget": forget, "fault": fault}[what](*rest)
 
 
 if __name__ == "__main__":

@@ -450,29 +450,46 @@ def test_k8_another_process_sees_each_slice(heap_mode):
     owner.close()
 
 
-def test_a_world_of_two_processes_on_one_gpu():
-    """MORI_TRITON_DEVICE=auto, both ways of mapping a peer's heap, kernels that wait for the other process."""
-    ids = [new_unique_id().hex() for _ in range(2)]
+def run_programs(*arguments, seconds=200):
+    """`gpu_pe_program` once for each list of arguments, at the same time: (code, lines, errors) of each."""
     settings = {"MORI_SHMEM_HEAP_SIZE": "16M", "MORI_BOOTSTRAP_TIMEOUT": "120"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.host.gpu_pe_program", str(rank), *ids],
+            [sys.executable, "-m", "tests.host.gpu_pe_program", *map(str, words)],
             cwd=ROOT,
             env=os.environ | settings,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for words in arguments
     ]
     try:
-        outputs = [process.communicate(timeout=200) for process in processes]
+        outputs = [process.communicate(timeout=seconds) for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    for stdout, stderr in outputs:
-        assert stdout.split() == ["static_heap", "vmm", "end"], stderr
+    return [(p.returncode, out.splitlines(), err) for p, (out, err) in zip(processes, outputs, strict=True)]
+
+
+def test_worlds_of_processes():
+    """Two processes: MORI_TRITON_DEVICE=auto, both ways of mapping a peer's heap, kernels that wait for each other.
+
+    Meanwhile one that ends without finalize, and one whose kernel writes where it must not.
+    """
+    ids = [new_unique_id().hex() for _ in range(4)]
+    *world, forgetful, faulty = run_programs(
+        ("world", 0, *ids[:2]), ("world", 1, *ids[:2]), ("forget", ids[2]), ("fault", ids[3])
+    )
+    for code, lines, errors in world:
+        assert lines == ["static_heap", "vmm", "end"], errors
+        assert code == 0
+    code, lines, errors = forgetful
+    assert (code, lines) == (0, ["end"]), errors
+    assert "Error" not in errors
+    _, lines, errors = faulty
+    assert lines == ["CUDA_ERROR_ILLEGAL_ADDRESS", "CUDA_ERROR_ILLEGAL_ADDRESS", "end"], errors
 
 
 def test_no_driver_is_left_open_by_these_tests():

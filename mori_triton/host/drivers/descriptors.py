@@ -25,7 +25,8 @@ class DescriptorServer:
         self._descriptor = descriptor
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind("\0" + self.name)
-        self._socket.listen(64)
+        # all peers may ask at once
+        self._socket.listen(4096)
         self._thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
         self._thread.start()
 
