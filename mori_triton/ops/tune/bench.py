@@ -85,6 +85,8 @@ class PeBench:
         # the combine's external input, made when it is first needed
         self._external: torch.Tensor | None = None
         board[self.pe] = self._inputs()
+        # others read them on streams of their own
+        self.state.driver.synchronize()
         self.state.bootstrap.barrier("tune: inputs are there")
 
     def _inputs(self) -> dict[str, Any]:
