@@ -76,12 +76,16 @@ def _differences(marks: list[float]) -> list[float]:
     return [*parts, marks[-1] - marks[0]] if len(parts) > 1 else parts
 
 
-def captured(work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """`work` as a graph; it has run before."""
+def _replayed(work: Callable[[], Any], group: Group) -> torch.cuda.CUDAGraph:
+    """`work`, which has run before, as a graph; replayed once."""
+    group.meet()
     graph = torch.cuda.CUDAGraph()
     # NCCL's own thread may call CUDA meanwhile
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         work()
+    group.meet()
+    graph.replay()
+    group.meet()
     return graph
 
 
@@ -90,22 +94,13 @@ def samples_of(way: Way, group: Group, direct: bool) -> dict[str, tuple[Sample, 
     found: dict[str, tuple[Sample, tuple[str, ...], float]] = {"eager": (eager(way, group), PHASES, 1.0)}
     # collectives through the host cannot be captured
     if group.device.type != "cpu" and (direct or isinstance(way, Op)):
-        graphs = []
-        for work in (way.dispatch, way.combine):
-            group.meet()
-            # an op's combine in place wants a dispatch before it, also when it is only captured
-            way.dispatch()
-            if work == way.combine:
-                graphs.append(captured(work))
-                group.meet()
-                way.combine()
-            else:
-                way.combine()
-                group.meet()
-                graphs.append(captured(work))
-        group.meet()
-        chain = captured(lambda: [(way.dispatch(), way.combine()) for _ in range(CHAIN)])
-        group.meet()
+        # each is replayed once in its turn: the host's and the devices' idea of what came last stay the same
+        way.dispatch()
+        way.combine()
+        graphs = [_replayed(work, group) for work in (way.dispatch, way.combine)]
+        way.dispatch()
+        way.combine()
+        chain = _replayed(lambda: [(way.dispatch(), way.combine()) for _ in range(CHAIN)], group)
         found["graph"] = (_marked(group, [g.replay for g in graphs]), PHASES, 1.0)
         found[f"graph of {CHAIN}"] = (_marked(group, [chain.replay]), PHASES[2:], float(CHAIN))
     return found
