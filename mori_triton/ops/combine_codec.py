@@ -40,7 +40,8 @@ def encode_step(call: CombineCall) -> Step:
     codec = CODECS[config.quant_type]
     row_bytes, wire_bytes = call.hidden * 2, _wire_bytes(call, codec)
     align, wire_align = row_alignment(row_bytes, call.rows.data_ptr()), row_alignment(wire_bytes)
-    blocks = _blocks(shape.stage_piece_bytes)
+    # as many elements at a time as a plain copy of these rows
+    blocks = max(1, shape.stage_piece_bytes // 2 // BLOCK)
     num_pieces = triton.cdiv(call.hidden, blocks * BLOCK)
     num_rows = 0 if call.in_place else call.num_rows
     return call.step(
@@ -67,7 +68,8 @@ def decode_step(call: CombineCall) -> Step:
         wire_bytes, hidden = _wire_bytes(call, codec), call.hidden
         out, out_bytes = call.out, hidden * 2
     align, out_align = row_alignment(wire_bytes), row_alignment(out_bytes)
-    blocks = _blocks(shape.piece_bytes)
+    # a byte has one element or two: one for a byte that a plain sum reads keeps as many loads in flight
+    blocks = max(1, shape.piece_bytes // BLOCK)
     num_pieces = triton.cdiv(hidden, blocks * BLOCK)
     return call.step(
         combine_decode_kernel, (num_programs(n, num_pieces, shape.num_programs),),
@@ -107,8 +109,3 @@ def sum_rows_torch(rows: torch.Tensor, quant_type: str = "none") -> torch.Tensor
 def _wire_bytes(call: CombineCall, codec: Codec) -> int:
     """Bytes of an encoded row."""
     return -(-call.hidden * codec.format.bits // 8)
-
-
-def _blocks(piece_bytes: int) -> int:
-    """Blocks of a program's piece: as many elements as a plain combine of bfloat16 rows has."""
-    return max(1, piece_bytes // 2 // BLOCK)

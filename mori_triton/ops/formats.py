@@ -17,8 +17,8 @@ from mori_triton.errors import check_tensor, require
 
 # elements that share a scale in the blockwise codecs
 BLOCK = 128
-# the smallest normal float32: a scale is never smaller, so that its reciprocal is finite
-MIN_SCALE = 2.0**-126
+# a scale is never smaller: its reciprocal is finite, and products with codes, however a kernel shifts those, are normal
+MIN_SCALE = 2.0**-100
 
 
 @dataclass(frozen=True)

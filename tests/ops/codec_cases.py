@@ -60,7 +60,8 @@ def bfloat16_rows(values: str, hidden: int, seed: torch.Generator) -> torch.Tens
     elif values == "large":
         row = row * 2000
     elif values == "tiny":
-        row = row * 2.0**-124
+        # scales around the smallest that there is
+        row = row * 2.0**-93
     elif values == "huge":
         row = row * 2.0**124
     elif values == "denormal":

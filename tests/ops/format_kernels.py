@@ -8,7 +8,7 @@ import triton.language as tl
 
 from mori_triton.device.launch import FP_FUSION
 from mori_triton.ops.formats import FORMATS
-from mori_triton.ops.kernels.formats import decode, encode, pack_nibbles
+from mori_triton.ops.kernels.formats import decode, encode, in_order, lift, pack_nibbles, unpack
 
 BLOCK = 1024
 
@@ -36,6 +36,18 @@ def encode_kernel(values_ptr, out_ptr, FORMAT: tl.constexpr, BLOCK: tl.constexpr
         codes = pack_nibbles(tl.reshape(codes, [BLOCK // 2, 2]))
         offs = tl.program_id(0) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
     tl.store(out_ptr + offs, codes)
+
+
+@triton.jit
+def sum_kernel(words_ptr, out_ptr, ROWS: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum rows of `BLOCK` words: what a combine does, and little else."""
+    offs = tl.arange(0, BLOCK)
+    total = unpack(tl.zeros([BLOCK], tl.uint32), FORMAT)
+    for row in tl.static_range(ROWS):
+        total += unpack(tl.load(words_ptr + row * BLOCK + offs), FORMAT)
+    SIZE: tl.constexpr = BLOCK * (8 if FORMAT == "e2m1" else 4)
+    total = tl.reshape(in_order(total, FORMAT, 4), [SIZE])
+    tl.store(out_ptr + tl.arange(0, SIZE), total * lift(FORMAT))
 
 
 def run_decode(codes: torch.Tensor, name: str, word: torch.dtype, tile: bool = False) -> torch.Tensor:

@@ -53,10 +53,10 @@ def block_scales(values, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def store_codes(row_ptr, values, first_block, num_bytes, FORMAT: tl.constexpr, ALIGN: tl.constexpr):
-    """Encode `[blocks, BLOCK]` values to the `num_bytes` bytes of a row, from block `first_block` on.
+def store_codes(rows_ptr, row, num_bytes, values, first_block, FORMAT: tl.constexpr, ALIGN: tl.constexpr):
+    """Encode `[blocks, BLOCK]` values to a row of `num_bytes` bytes, from block `first_block` on.
 
-    `row_ptr`: uint8, a multiple of ALIGN, as `num_bytes` is.
+    `rows_ptr`: uint8 [rows, num_bytes], a multiple of ALIGN as `num_bytes` is.
     """
     codes = encode(values, FORMAT)
     blocks: tl.constexpr = values.shape[0]
@@ -64,7 +64,9 @@ def store_codes(row_ptr, values, first_block, num_bytes, FORMAT: tl.constexpr, A
     if FORMAT == "e2m1":
         codes = pack_nibbles(tl.reshape(codes, [blocks, width, 2]))
     offs = (first_block + tl.arange(0, blocks))[:, None] * width + tl.arange(0, width)[None, :]
-    tl.store(tl.multiple_of(row_ptr, ALIGN) + offs, codes, mask=offs < num_bytes)
+    # the hint holds on to the sum: on an argument of this function it would be lost
+    to_row = tl.multiple_of(rows_ptr + row_offset(row, num_bytes), ALIGN)
+    tl.store(to_row + offs, codes, mask=offs < num_bytes)
 
 
 @triton.jit(
@@ -115,8 +117,7 @@ def combine_encode_kernel(
                     tl.store(scales_ptr + row_offset(row, num_blocks) + block, scales, mask=block < num_blocks)
                     # a product rounds alike everywhere, and is cheaper than a quotient
                     values = values * tl.div_rn(tl.full([BLOCKS], 1.0, tl.float32), scales)[:, None]
-                to_row = combine_in_ptr + row_offset(row, num_bytes)
-                store_codes(to_row, values, piece * BLOCKS, num_bytes, FORMAT, WIRE_ALIGN)
+                store_codes(combine_in_ptr, row, num_bytes, values, piece * BLOCKS, FORMAT, WIRE_ALIGN)
         if weights_ptr is not None:
             column = tl.arange(0, BLOCK_K)
             for row in range(tl.program_id(0), total, tl.num_programs(0)):
@@ -150,8 +151,8 @@ def sum_small_rows(
     """float32 sum, over a token's PEs in the order of its ids, of words `offs` of the rows that they hold for it.
 
     `rows_ptr`: symmetric [capacity, row_words] in words of min(ALIGN, 4) bytes, given as bytes; `offs`: [blocks, words
-    of a block], in the blocks `block`; `bases`, `heap`: of `peer_table`. The result is as `unpack` leaves it, lifted
-    where rows have scales. The rows of a chunk are all in flight before the first is added.
+    of a block], in the blocks `block`; `bases`, `heap`: of `peer_table`. The result is as `unpack` leaves it, times the
+    scales. The rows of a chunk are all in flight before the first is added.
     """
     NUM_BYTES: tl.constexpr = min(ALIGN, 4)
     WORD: tl.constexpr = tl.uint32 if NUM_BYTES == 4 else tl.uint16 if NUM_BYTES == 2 else tl.uint8
@@ -178,7 +179,7 @@ def sum_small_rows(
                     factor = scales[j]
                     for _ in tl.static_range(len(values.shape) - 2):
                         factor = tl.expand_dims(factor, -1)
-                    values = values * lift(FORMAT) * factor
+                    values *= factor
                 total += values
     return total
 
@@ -233,17 +234,14 @@ def combine_decode_kernel(
                         block, offs, FORMAT, ALIGN, CHUNK,
                     )  # fmt: skip
                     total = tl.reshape(in_order(total, FORMAT, NUM_BYTES) * lift(FORMAT), [BLOCKS, BLOCK])
-                    to_row = out_ptr + row_offset(token, num_bytes)
-                    store_codes(to_row, total, piece * BLOCKS, num_bytes, FORMAT, OUT_ALIGN)
+                    store_codes(out_ptr, token, num_bytes, total, piece * BLOCKS, FORMAT, OUT_ALIGN)
                 else:
                     hidden = out_units * (OUT_ALIGN // 2)
                     total = sum_small_rows(
                         bases, heap, combine_in_ptr, scales_ptr, forward_ptr, token, top_k, capacity, row_words,
                         (hidden + (BLOCK - 1)) // BLOCK, block, offs, FORMAT, ALIGN, CHUNK,
                     )  # fmt: skip
-                    if scales_ptr is None:
-                        total *= lift(FORMAT)
-                    total = tl.reshape(in_order(total, FORMAT, NUM_BYTES), [BLOCKS, BLOCK])
+                    total = tl.reshape(in_order(total, FORMAT, NUM_BYTES) * lift(FORMAT), [BLOCKS, BLOCK])
                     out = tl.multiple_of(tl.cast(out_ptr, tl.pointer_type(tl.int16), bitcast=True), 16)
                     rounded = total.to(tl.bfloat16).to(tl.int16, bitcast=True)
                     tl.store(out + row_offset(token, hidden) + columns, rounded, mask=columns < hidden)

@@ -52,9 +52,9 @@ def _spread_e2m1(words, I: tl.constexpr):
 def unpack(words, FORMAT: tl.constexpr):
     """Packed numbers as float32, each too small by the same power of two, not in order: for sums over many rows.
 
-    A sum of them `in_order`, times `lift(FORMAT)`, is bit for bit the sum of the exact values: no partial sum comes
-    near float32's limits. Two that come out of one register are neighbours here, which saves what ordering them would
-    cost.
+    A sum of them `in_order`, times `lift(FORMAT)`, is bit for bit the sum of the exact values: nothing comes near
+    float32's limits, nor does it after products with scales of at least `ops.formats.MIN_SCALE`. Two that come out of
+    one register are neighbours here, which saves what ordering them would cost.
 
     Args:
         words: uint8, uint16 or uint32 of any shape; the lowest bits hold the first element.
