@@ -23,11 +23,11 @@ def load_carriers(
     column = tl.arange(0, BLOCK_K)
     offs = row_offset(token, top_k)[:, None] + column[None, :]
     ids = tl.load(indices_ptr + offs, mask=mask_t[:, None] & (column < top_k)[None, :], other=-1)
-    known = (ids >= 0) & (ids < num_pes * num_experts_per_rank)
-    # a C division takes -1 to 0: only ids that are in range may be divided
-    owner = tl.where(known, ids // num_experts_per_rank, -1)
-    pe = tl.arange(0, BLOCK_P)
-    carrier = tl.min(tl.where(owner[:, None, :] == pe[None, :, None], column[None, None, :], BLOCK_K), 2)
+    pe = tl.arange(0, BLOCK_P)[None, :, None]
+    # ids of a PE are a range, so that no id is divided; as unsigned numbers those below the range are large
+    within = (ids[:, None, :] - pe * num_experts_per_rank).to(tl.uint32, bitcast=True)
+    here = (within < num_experts_per_rank.to(tl.uint32)) & (pe < num_pes)
+    carrier = tl.min(tl.where(here, column[None, None, :], BLOCK_K), 2)
     return ids, carrier
 
 

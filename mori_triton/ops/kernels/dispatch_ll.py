@@ -10,7 +10,20 @@ import triton.language as tl
 from mori_triton.device import shmem
 from mori_triton.ops.kernels.carriers import load_carriers, store_forward, sums_before
 from mori_triton.ops.kernels.finish import DISPATCH_ARRIVALS, DISPATCH_EPOCH, finish_dispatch, is_broken, signal_last
-from mori_triton.ops.kernels.rows import as_words, row_offset
+from mori_triton.ops.kernels.rows import as_words, peer_table, row_offset
+
+
+@triton.jit
+def _store_pieces(row, words, offs, row_words, num_pes, ALIGN: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Write a piece of each token's row, `[T, BLOCK]` words, to all its PEs. `row`: `[T, BLOCK_P]` int64, where the row
+    begins on each PE, 0 where it does not go.
+    """
+    pe = tl.arange(0, BLOCK_P)
+    for to_pe in range(num_pes):
+        to = tl.sum(tl.where(pe[None, :] == to_pe, row, 0), 1)
+        to_row = tl.multiple_of(to.to(tl.pointer_type(words.dtype)), ALIGN)
+        mask = (to != 0)[:, None] & (offs < row_words)[None, :]
+        tl.store(to_row[:, None] + offs[None, :], words, mask=mask, cache_modifier=".cs")
 
 
 @triton.jit(
@@ -66,45 +79,45 @@ def dispatch_ll_kernel(
     pe = tl.arange(0, BLOCK_P)
     offs = tl.arange(0, BLOCK)
     column = tl.arange(0, BLOCK_K)
-    # [BLOCK_P]: where the rows of each PE begin
-    there = shmem.remote_ptr(ctx, recv_tokens_ptr, pe).to(tl.int64)
+    # [BLOCK_P]: from an address in this PE's heap to the same one in each PE's. An op reaches all PEs, or is not made.
+    bases_ptr, heap = peer_table(ctx)
+    shift = tl.load(bases_ptr + pe, mask=pe < num_pes, other=0) - heap
     for block in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T), tl.num_programs(0)):
         token = block * BLOCK_T + tl.arange(0, BLOCK_T)
         mask_t = token < num_tokens
-        # the first piece of the rows is on its way while slots are given out
+        # the first piece of the rows, and their weights, are on their way while slots are given out
         source = as_words(tokens_ptr, ALIGN) + row_offset(token, row_words)[:, None] + offs[None, :]
         words = tl.load(source, mask=mask_t[:, None] & (offs < row_words)[None, :])
+        if weights_ptr is not None:
+            from_k = row_offset(token, top_k)[:, None] + column[None, :]
+            weights = tl.load(weights_ptr + from_k, mask=mask_t[:, None] & (column < top_k)[None, :])
         ids, carrier = load_carriers(indices_ptr, token, mask_t, top_k, num_experts_per_rank, num_pes, BLOCK_K, BLOCK_P)
         sent = ((carrier < BLOCK_K) & works).to(tl.int32)
         num_sent = tl.sum(sent, 0)
         # an add for each PE, all in flight at once; only the sum matters and the signal orders it, so relaxed
-        counters = shmem.remote_ptr(ctx, slots_ptr, pe)
+        counters = (slots_ptr.to(tl.int64) + shift).to(slots_ptr.dtype)
         first = tl.atomic_add(counters, num_sent, mask=num_sent > 0, sem="relaxed", scope="sys")
         slot = first[None, :] + sums_before(sent, BLOCK_T)
         # a slot past the end is given out but not used: the receiver sees how many were asked for
         slot = tl.where((sent > 0) & (slot < capacity), slot, -1)
-        # [BLOCK_T, BLOCK_P]: the address of the token's row on each PE, 0 where it does not go
-        row = tl.where(slot >= 0, there[None, :] + row_offset(slot, row_units * ALIGN), 0)
+        # [BLOCK_T, BLOCK_P]
+        row = recv_tokens_ptr.to(tl.int64) + shift[None, :] + row_offset(slot, row_units * ALIGN)
+        row = tl.where(slot >= 0, row, 0)
         for start in range(0, row_words, BLOCK):
-            for to_pe in range(num_pes):
-                to = tl.sum(tl.where(pe[None, :] == to_pe, row, 0), 1)
-                to_row = tl.multiple_of(to.to(tl.pointer_type(words.dtype)), ALIGN)
-                mask = (to != 0)[:, None] & (start + offs < row_words)[None, :]
-                tl.store(to_row[:, None] + (start + offs)[None, :], words, mask=mask, cache_modifier=".cs")
             # the next piece; nothing after the last
-            ahead = start + BLOCK
-            words = tl.load(source + ahead, mask=mask_t[:, None] & (ahead + offs < row_words)[None, :])
+            next_offs = start + BLOCK + offs
+            ahead = tl.load(source + start + BLOCK, mask=mask_t[:, None] & (next_offs < row_words)[None, :])
+            _store_pieces(row, words, start + offs, row_words, num_pes, ALIGN, BLOCK_P)
+            words = ahead
         # the small rows of all PEs at once: [BLOCK_T, BLOCK_P, BLOCK_K]
         mask_k = (slot >= 0)[:, :, None] & (column < top_k)[None, None, :]
         to_k = row_offset(slot, top_k)[:, :, None] + column[None, None, :]
-        recv_indices = shmem.remote_ptr(ctx, recv_indices_ptr, pe)
+        recv_indices = (recv_indices_ptr.to(tl.int64) + shift).to(recv_indices_ptr.dtype)
         tl.store(recv_indices[None, :, None] + to_k, ids[:, None, :], mask=mask_k)
         if weights_ptr is not None:
-            from_k = row_offset(token, top_k)[:, None] + column[None, :]
-            weights = tl.load(weights_ptr + from_k, mask=mask_t[:, None] & (column < top_k)[None, :])
-            recv_weights = shmem.remote_ptr(ctx, recv_weights_ptr, pe)
+            recv_weights = (recv_weights_ptr.to(tl.int64) + shift).to(recv_weights_ptr.dtype)
             tl.store(recv_weights[None, :, None] + to_k, weights[:, None, :], mask=mask_k)
-        recv_sources = shmem.remote_ptr(ctx, recv_sources_ptr, pe)
+        recv_sources = (recv_sources_ptr.to(tl.int64) + shift).to(recv_sources_ptr.dtype)
         tl.store(recv_sources[None, :] + slot, (me * max_tokens + token)[:, None], mask=slot >= 0)
         if scales_ptr is not None:
             offs_s = tl.arange(0, SCALE_BLOCK)
