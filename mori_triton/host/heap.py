@@ -21,12 +21,14 @@ from mori_triton.host.allocator import Allocator, Block
 from mori_triton.host.bootstrap.base import Bootstrap
 from mori_triton.host.drivers.base import Driver, MemoryKind
 from mori_triton.host.error_log import ErrorLog
+from mori_triton.host.peers import Peers, undo_all
 
 if TYPE_CHECKING:
     import torch
 
 DEFAULT_ALIGNMENT = 256
 SYNC_NAME = "barrier_all sync words"
+_SYNC_BYTES = abi.BARRIER_WORDS * 8
 
 
 def _largest_power(num_bytes: int) -> int:
@@ -79,8 +81,7 @@ class SymmetricHeap:
         self._ctx: torch.Tensor | None = None
         self._base = self._context_address = 0
         self._errors: ErrorLog | None = None
-        self._peer_bases: list[int] = [0] * self.n_pes
-        self._imports: list[int] = []
+        self._peers: Peers | None = None
         mine = self._allocate(node, kind)
         try:
             self._connect(mine, gpus_per_node, reach_peers)
@@ -93,16 +94,16 @@ class SymmetricHeap:
     def _allocate(self, node: str, kind: MemoryKind) -> dict[str, Any]:
         """This PE's part of the set-up; a failure is not raised but told to all, so that all fail together."""
         facts: dict[str, Any] = {"bytes": self.num_bytes, "node": node, "error": None}
-        least = abi.BARRIER_WORDS * 8
         try:
-            if not isinstance(self.num_bytes, int) or self.num_bytes < least:
-                raise HeapError(f"a heap of {self.num_bytes} bytes is too small: {SYNC_NAME} alone need {least}")
+            if not isinstance(self.num_bytes, int) or self.num_bytes < _SYNC_BYTES:
+                raise HeapError(f"a heap of {self.num_bytes} bytes is too small: {SYNC_NAME} alone need {_SYNC_BYTES}")
             self._allocator = Allocator(self.num_bytes)
             alignment = max(4096, _largest_power(self.num_bytes))
             self._base = self.driver.alloc(self.num_bytes, kind=kind, alignment=alignment, exportable=True)
             self._context_address = self.driver.alloc(self._context_bytes(), kind=MemoryKind.CACHED)
             self._errors = ErrorLog(self.driver)
-            facts["handle"] = self.driver.export_handle(self._base).hex()
+            self._peers = Peers(self.driver, self.pe, self.n_pes, self._base, self.num_bytes, _SYNC_BYTES)
+            facts |= self._peers.offer()
             # what every heap can promise: the largest power of two that divides its address
             facts["alignment"] = self._base & -self._base
         except (DriverError, HeapError, ArgumentError) as error:
@@ -114,23 +115,22 @@ class SymmetricHeap:
         agree("heap set-up", [{"heap size": facts["bytes"]} for facts in others])
         all_fine([facts["error"] for facts in others])
         self._max_alignment = min(_largest_power(self.num_bytes), *(facts["alignment"] for facts in others))
+        assert self._peers is not None
         problem = None
         try:
             for peer, facts in enumerate(others):
                 same_node = facts["node"] == mine["node"]
                 if gpus_per_node is not None:
                     same_node = same_node and peer // gpus_per_node == self.pe // gpus_per_node
-                if peer == self.pe:
-                    self._peer_bases[peer] = self._base
-                elif same_node and reach_peers:
-                    self._peer_bases[peer] = self.driver.import_handle(bytes.fromhex(facts["handle"]))
-                    self._imports.append(self._peer_bases[peer])
+                if same_node and reach_peers and peer != self.pe:
+                    self._peers.map(peer, facts)
             self._write_tables()
         except DriverError as error:
             problem = str(error)
         # also the barrier that closes the set-up: nobody signals to words that their owner has yet to clear
         problems = self.bootstrap.allgather(json.dumps(problem).encode(), "heap set-up, peers mapped")
-        self.driver.end_export(self._base)
+        # nobody uses that memory before a malloc, which waits for this PE
+        self._peers.settle()
         all_fine([json.loads(text) for text in problems])
 
     def _context_bytes(self) -> int:
@@ -138,7 +138,7 @@ class SymmetricHeap:
 
     def _write_tables(self) -> None:
         assert self._errors is not None
-        sync = self._allocator.allocate(abi.BARRIER_WORDS * 8, DEFAULT_ALIGNMENT, SYNC_NAME)
+        sync = self._allocator.allocate(_SYNC_BYTES, DEFAULT_ALIGNMENT, SYNC_NAME)
         assert sync is not None
         self.driver.memset(self._base + sync.offset, 0, sync.num_bytes)
         bases = self._context_address + abi.CONTEXT_BYTES
@@ -369,8 +369,8 @@ class SymmetricHeap:
         To be called before the barrier that `close` wants: GPU libraries do not say what a peer's mapping is once the
         owner has freed the memory.
         """
-        imports, self._imports = self._imports, []
-        self._undo([partial(self.driver.close_import, base) for base in imports])
+        if self._peers is not None:
+            self._peers.disconnect()
 
     def close(self) -> None:
         """Unmap everything. Local and idempotent; peers must be done with this PE's memory (put a barrier before)."""
@@ -384,25 +384,16 @@ class SymmetricHeap:
 
     def _release(self) -> None:
         self._ctx = None
-        undo: list[Callable[[], None]] = [partial(self.driver.close_import, base) for base in self._imports]
+        undo: list[Callable[[], None]] = [self._peers.disconnect] if self._peers is not None else []
         undo += [partial(self.driver.free, own) for own in (self._context_address, self._base) if own]
         if self._errors is not None:
             undo.append(self._errors.close)
-        self._imports, self._peer_bases = [], [0] * self.n_pes
-        self._context_address, self._errors = 0, None
-        self._undo(undo)
+        self._context_address, self._errors, self._peers = 0, None, None
+        undo_all(undo)
 
-    @staticmethod
-    def _undo(calls: list[Callable[[], None]]) -> None:
-        """Make all calls; the first error is raised after the last."""
-        failures = []
-        for call in calls:
-            try:
-                call()
-            except DriverError as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
+    @property
+    def _peer_bases(self) -> list[int]:
+        return [0] * self.n_pes if self._peers is None else self._peers.bases
 
     # checks
 

@@ -1,6 +1,7 @@
 """What the symmetric heap shows to peers and kernels: peers' memory, the device context, the error log."""
 
 import itertools
+import json
 import struct
 import threading
 import time
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from mori_triton import abi
-from mori_triton.errors import ArgumentError, KernelFault, PeerTimeout, StateError
+from mori_triton.errors import ArgumentError, HeapError, KernelFault, PeerTimeout, StateError
 from mori_triton.host.bootstrap.threads import ThreadGroup
 from mori_triton.host.drivers import CpuDriver
 from mori_triton.host.heap import SYNC_NAME, SymmetricHeap
@@ -274,8 +275,58 @@ def test_d8_words_are_cleared_before_the_closing_barrier():
     assert names.index("alloc") < clear < len(names) - 1 - names[::-1].index("synchronize")
     last = len(names) - 1 - names[::-1].index("allgather")
     assert names.index("synchronize") < last
-    # nothing is written after it
-    assert not {"write", "memset"} & set(names[last:])
+    # nothing is written after it, but where the PEs' marks were
+    assert not {"write", "copy"} & set(names[last:])
+    cleared = [args[0] - heap.base for name, args in log[last:] if name == "memset"]
+    assert cleared == [SYNC_BYTES, (1 << 20) - 16]
+    assert heap.driver.read(heap.base, 1 << 20) == bytes(1 << 20)
+
+
+@pytest.mark.parametrize("place", ["another PE's", "its own", "shifted"])
+def test_k12_a_mapping_of_other_memory_is_refused(place):
+    """A library that reports success and maps something else, here for PE 1 as PE 2 sees it."""
+
+    class Wrong(CpuDriver):
+        def import_handle(self, handle):
+            at = super().import_handle(handle)
+            if json.loads(handle)["address"] == bases[1]:
+                return {"another PE's": bases[0], "its own": bases[2], "shifted": at + 16}[place]
+            return at
+
+        def close_import(self, address):
+            pass
+
+    group, bases = ThreadGroup(3, timeout_s=5), {}
+
+    def program(pe):
+        driver = Wrong() if pe == 2 else CpuDriver()
+        inner = driver.alloc
+
+        def alloc(num_bytes, **options):
+            address = inner(num_bytes, **options)
+            if options.get("exportable"):
+                bases[pe] = address
+            return address
+
+        driver.alloc = alloc
+        with pytest.raises(
+            HeapError, match=r"\(PE 2: what was mapped at 0x\w+ as the heap of PE 1 is not that PE's memory"
+        ):
+            SymmetricHeap(driver, group.bootstrap(pe), 1 << 16)
+
+    run_threads(3, program)
+
+
+def test_small_heaps_have_no_room_for_marks():
+    for num_bytes in (SYNC_BYTES, SYNC_BYTES + 31, SYNC_BYTES + 32, SYNC_BYTES + 48):
+        group = ThreadGroup(2, timeout_s=5)
+
+        def program(pe, group=group, num_bytes=num_bytes):
+            heap = SymmetricHeap(CpuDriver(), group.bootstrap(pe), num_bytes)
+            heap.bootstrap.barrier()
+            return heap.driver.read(heap.peer_address(heap.base, 1 - pe), num_bytes)
+
+        assert run_threads(2, program) == [bytes(num_bytes)] * 2
 
 
 def test_d8_late_pe():
