@@ -9,9 +9,10 @@ import pytest
 
 from mori_triton import local_world
 from mori_triton.device.launch import launch
+from mori_triton.errors import PeerTimeout
 from mori_triton.ops import EpDispatchCombineKernelType as KernelType
 from tests.ops import reference
-from tests.ops.cases import Case, check_case, ids_of, num_tokens, run_case
+from tests.ops.cases import Case, check_case, dispatch_round, ids_of, num_tokens, round_of, run_case, start
 from tests.ops.routes import Routes, wanted_routes
 
 pytestmark = pytest.mark.cpu
@@ -102,3 +103,17 @@ def test_an_op_in_weak_memory(seed: int) -> None:
     case = dataclasses.replace(OPS[0], max_tokens=4, rounds=2, config=(("deterministic", True),))
     arch = ("gfx1201", "gfx942")[seed % 2]
     check_case(case, local_world(3, heap_size="2M", arch=arch, seed=seed, weak_memory=True).run(run_case, case))
+
+
+def missing_program(pe: int) -> None:
+    """PE 1 does not come: the wait for its counts is the first."""
+    op, mine = start(OPS[2], pe, deterministic=True), round_of(OPS[2], pe, 0)
+    if pe == 0:
+        with pytest.raises(PeerTimeout, match=r"dispatch_count_kernel\) on PE 0 waiting for PE 1"):
+            dispatch_round(op, OPS[2], mine)
+    op.reset()
+    assert dispatch_round(op, OPS[2], mine)["total"] > 0
+
+
+def test_a_missing_peer_is_named_and_reset_recovers() -> None:
+    local_world(2, heap_size="2M", timeout_s=1.0).run(missing_program)

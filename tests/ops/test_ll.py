@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
+import torch
 
 from mori_triton import local_world
 from mori_triton.device.launch import launch
+from mori_triton.errors import PeerTimeout, StateError
+from mori_triton.host import state as host_state
 from mori_triton.ops import EpDispatchCombineKernelType as KernelType
-from tests.ops.bare_ll import check_ll, ll_rounds
-from tests.ops.cases import Case, check_case, run_case
+from mori_triton.ops.kernels.finish import STATUS
+from tests.ops.bare_ll import BareLL, check_ll, ll_rounds
+from tests.ops.cases import Case, check_case, combine_round, dispatch_round, poison, round_of, run_case, start
 
 pytestmark = pytest.mark.cpu
 
@@ -56,6 +61,21 @@ def test_weak_memory(seed: int) -> None:
     run(case, {"block_t": 2}, case.num_pes * case.max_tokens, arch=arch, seed=seed, weak_memory=True)
 
 
+def silent_program(pe: int) -> dict[str, bool]:
+    """A dispatch after a wait has failed: whether anything has changed."""
+    bare = BareLL(BASE, 14)
+    bare.control[STATUS.value] = 1
+    before = {name: getattr(bare, name).clone() for name in ("control", "total", "forward", "signals", "slots", "rows")}
+    bare.dispatch(launch, round_of(BASE, pe, 0))
+    host_state.current().bootstrap.barrier("both have tried")
+    return {name: not torch.equal(getattr(bare, name), was) for name, was in before.items()}
+
+
+def test_a_pe_that_has_failed_writes_nothing_and_is_silent() -> None:
+    for changed in local_world(2, heap_size="1M").run(silent_program):
+        assert not any(changed.values()), changed
+
+
 # -- the op
 
 
@@ -80,3 +100,25 @@ def test_an_op(arch: str) -> None:
 def test_an_op_in_weak_memory(seed: int) -> None:
     arch = ("gfx1201", "gfx942")[seed % 2]
     check_case(OP, local_world(3, heap_size="2M", arch=arch, seed=seed, weak_memory=True).run(run_case, OP))
+
+
+def missing_program(pe: int) -> dict[str, Any]:
+    """PE 1 is late by more than the limit; both start anew."""
+    op, mine = start(OP_OF_TWO, pe), round_of(OP_OF_TWO, pe, 0)
+    if pe == 0:
+        with pytest.raises(PeerTimeout, match=r"dispatch_ll_kernel\) on PE 0 waiting for PE 1"):
+            dispatch_round(op, OP_OF_TWO, mine)
+        with pytest.raises(StateError, match="reset"):
+            dispatch_round(op, OP_OF_TWO, mine)
+    op.reset()
+    poison(op)
+    host_state.current().bootstrap.barrier("poisoned")
+    return combine_round(op, OP_OF_TWO, pe, dispatch_round(op, OP_OF_TWO, mine))
+
+
+OP_OF_TWO = dataclasses.replace(OP, num_pes=2, rounds=1)
+
+
+def test_a_missing_peer_is_named_and_reset_recovers() -> None:
+    results = local_world(2, heap_size="2M", timeout_s=1.0).run(missing_program)
+    check_case(OP_OF_TWO, [[[result]] for result in results])
