@@ -1,7 +1,7 @@
 """Every argument type, constant and struct of the drivers' ctypes tables, against the vendors' own headers.
 
-The headers are those in Triton's wheel. MORI_TEST_CUDA_INCLUDE and MORI_TEST_HIP_INCLUDE name others: the directory
-that holds cuda.h, and the one that holds hip/hip_runtime_api.h (such as what Debian's libamdhip64-dev installs).
+The headers are those in Triton's wheel, and those that MORI_TEST_CUDA_INCLUDE and MORI_TEST_HIP_INCLUDE name: the
+directory that holds cuda.h, and the one that holds hip/hip_runtime_api.h (such as that of Debian's libamdhip64-dev).
 """
 
 from __future__ import annotations
@@ -36,35 +36,24 @@ CHANGED_IN_HIP_6 = {
 }
 
 
-def include_directories(variable: str, vendor: str, *system: str) -> list[Path]:
-    spec = importlib.util.find_spec("triton")
-    bundled = [Path(spec.origin).parent / "backends" / vendor / "include"] if spec and spec.origin else []
-    given = os.environ.get(variable)
-    return [Path(given)] if given else [*bundled, *map(Path, system)]
+FILES = {
+    cuda_api: ("MORI_TEST_CUDA_INCLUDE", "nvidia", ["cuda.h"]),
+    hip_api: ("MORI_TEST_HIP_INCLUDE", "amd", ["hip/hip_runtime_api.h", "hip/driver_types.h", "hip/hip_version.h"]),
+}
 
 
 @functools.cache
-def cuda_header() -> c_headers.Header:
-    places = include_directories("MORI_TEST_CUDA_INCLUDE", "nvidia", "/usr/local/cuda/include", "/usr/include")
-    for place in places:
-        if (place / "cuda.h").is_file():
-            return c_headers.Header(place / "cuda.h")
-    pytest.skip(f"no cuda.h in {', '.join(map(str, places))}; set MORI_TEST_CUDA_INCLUDE")
-
-
-@functools.cache
-def hip_header() -> c_headers.Header:
-    places = include_directories("MORI_TEST_HIP_INCLUDE", "amd", "/opt/rocm/include", "/usr/include")
-    for place in places:
-        if (place / "hip/hip_runtime_api.h").is_file():
-            return c_headers.Header(
-                *(place / "hip" / name for name in ("hip_runtime_api.h", "driver_types.h", "hip_version.h"))
-            )
-    pytest.skip(f"no hip/hip_runtime_api.h in {', '.join(map(str, places))}; set MORI_TEST_HIP_INCLUDE")
-
-
-def header_of(module) -> c_headers.Header:
-    return cuda_header() if module is cuda_api else hip_header()
+def header_of(module, source: str) -> c_headers.Header:
+    """`source`: "triton", the header in Triton's wheel, or "given", that of the environment variable."""
+    variable, vendor, files = FILES[module]
+    if source == "given":
+        place = Path(os.environ[variable])
+    else:
+        spec = importlib.util.find_spec("triton")
+        assert spec is not None
+        assert spec.origin is not None
+        place = Path(spec.origin).parent / "backends" / vendor / "include"
+    return c_headers.Header(*(place / name for name in files))
 
 
 def skip_what_changed(header: c_headers.Header, name: str) -> None:
@@ -74,49 +63,54 @@ def skip_what_changed(header: c_headers.Header, name: str) -> None:
 
 
 def numbers_of(module) -> list[str]:
-    return [name for name, value in vars(module).items() if name.isupper() and isinstance(value, int)]
+    names = [name for name, value in vars(module).items() if name.isupper() and isinstance(value, int)]
+    return [name for name in names if name not in OWN]
 
 
-BOTH = pytest.mark.parametrize(
-    ("module", "key"),
-    [(module, key) for module in (cuda_api, hip_api) for key in module.FUNCTIONS],
-    ids=lambda value: value if isinstance(value, str) else value.__name__.rpartition(".")[2],
-)
+def each(make):
+    """Every part that `make(module)` lists, with every header there is for that module."""
+    return [
+        pytest.param(module, part, source, id=f"{module.__name__.rpartition('.')[2]}-{part}-{source}")
+        for module, (variable, _, _) in FILES.items()
+        for source in (["triton", "given"] if variable in os.environ else ["triton"])
+        for part in make(module)
+    ]
 
 
-@BOTH
-def test_k4_signatures(module, key: str) -> None:
-    row, header = module.FUNCTIONS[key], header_of(module)
+@pytest.mark.parametrize(("module", "key", "source"), each(lambda module: module.FUNCTIONS))
+def test_k4_signatures(module, key: str, source: str) -> None:
+    row, header = module.FUNCTIONS[key], header_of(module, source)
     skip_what_changed(header, key)
     assert tuple(map(c_headers.type_of, row.argtypes)) == header.arguments(row.symbol)
     assert c_headers.type_of(row.restype) == header.returned(row.symbol)
 
 
-@pytest.mark.parametrize("name", numbers_of(cuda_api))
-def test_constants_of_libcuda(name: str) -> None:
-    header, plain = cuda_header(), RENAMED[cuda_api].get(name, name)
-    known = [prefix + plain for prefix in ("CU_", "CUDA_") if prefix + plain in header.constants | header.defines]
-    assert [header.constant(full) for full in known] == [getattr(cuda_api, name)], known
-
-
-@pytest.mark.parametrize("name", [name for name in numbers_of(hip_api) if name not in OWN])
-def test_constants_of_libamdhip64(name: str) -> None:
-    header = hip_header()
+@pytest.mark.parametrize(("module", "name", "source"), each(numbers_of))
+def test_constants(module, name: str, source: str) -> None:
+    """CU_SOME_NAME, CUDA_SOME_NAME and hipSomeName are what is SOME_NAME here."""
+    header = header_of(module, source)
     skip_what_changed(header, name)
-    plain = "hip" + RENAMED[hip_api].get(name, name).replace("_", "").lower()
-    known = [full for full in [*header.constants, *header.defines] if full.replace("_", "").lower() == plain]
-    assert {header.constant(full) for full in known} == {getattr(hip_api, name)}, known
+    plain = RENAMED[module].get(name, name).replace("_", "").lower()
+    wanted = {prefix + plain for prefix in (("cu", "cuda") if module is cuda_api else ("hip",))}
+    known = [full for full in [*header.constants, *header.defines] if full.replace("_", "").lower() in wanted]
+    assert {header.constant(full) for full in known} == {getattr(module, name)}, known
 
 
 STRUCTS = {
-    "IpcMemHandle": ("CUipcMemHandle", "hipIpcMemHandle_t"),
-    "MemAllocationProp": ("CUmemAllocationProp", "hipMemAllocationProp"),
-    "MemAccessDesc": ("CUmemAccessDesc", "hipMemAccessDesc"),
+    "IpcMemHandle": {cuda_api: "CUipcMemHandle", hip_api: "hipIpcMemHandle_t"},
+    "MemAllocationProp": {cuda_api: "CUmemAllocationProp", hip_api: "hipMemAllocationProp"},
+    "MemAccessDesc": {cuda_api: "CUmemAccessDesc", hip_api: "hipMemAccessDesc"},
 }
 
 
-@pytest.mark.parametrize("struct", STRUCTS)
-@pytest.mark.parametrize("module", [cuda_api, hip_api], ids=["cuda", "hip"])
-def test_structs(module, struct: str) -> None:
-    skip_what_changed(header_of(module), struct)
-    assert c_headers.type_of(getattr(module, struct)) == header_of(module).type_of(STRUCTS[struct][module is hip_api])
+@pytest.mark.parametrize(("module", "struct", "source"), each(lambda module: STRUCTS))
+def test_structs(module, struct: str, source: str) -> None:
+    header = header_of(module, source)
+    skip_what_changed(header, struct)
+    assert c_headers.type_of(getattr(module, struct)) == header.type_of(STRUCTS[struct][module])
+
+
+@pytest.mark.parametrize("variable", [variable for variable, _, _ in FILES.values()])
+def test_a_header_from_elsewhere_is_compared_too(variable: str) -> None:
+    if variable not in os.environ:
+        pytest.skip(f"{variable} is not set: compared with the header in Triton's wheel only")
