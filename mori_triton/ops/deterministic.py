@@ -45,7 +45,7 @@ def route_steps(call: DispatchCall) -> list[Step]:
             call.ctx, call.given("indices"), counts, begins, bases,
             call.view("count_matrix"), call.view("count_signals"), call.view("recv_slots"), control,
             n, k, config.num_experts_per_rank,
-            waits=True, **sizes, BLOCK_B=at_a_time, TAG=WAIT_TAG, num_warps=shape.num_warps,
+            waits=True, **sizes, BLOCK_B=at_a_time, TAG=WAIT_TAG, num_warps=shape.route_warps,
         )
     ]  # fmt: skip
     if n > 0:
@@ -54,7 +54,7 @@ def route_steps(call: DispatchCall) -> list[Step]:
                 dispatch_assign_kernel, grid,
                 call.ctx, call.given("indices"), begins, bases, call.given("forward"), control,
                 n, k, config.num_experts_per_rank, config.max_recv,
-                **sizes, num_warps=shape.num_warps,
+                **sizes, num_warps=shape.route_warps,
             )
         )  # fmt: skip
     return steps
