@@ -53,8 +53,9 @@ _GPU_COMBINE = replace(_GPU_DISPATCH, piece_bytes=2048)
 # few tokens: routing is spread over more programs
 _GPU_FEW = {"route_tokens": 4, "route_warps": 1}
 _FEW_TOKENS = 512
-# a token a program, its whole row at a time: the time is that of latencies, which overlap between programs
-_GPU_LL = replace(_GPU_DISPATCH, num_programs=1024, piece_bytes=16384, num_warps=8, route_tokens=1)
+# a token a program, and few enough registers that the programs of many tokens are resident together: the time is that
+# of latencies, which overlap between programs
+_GPU_LL = replace(_GPU_DISPATCH, num_programs=1024, num_warps=4, route_tokens=1)
 _EMULATED_LL = replace(_EMULATED, route_tokens=2)
 
 

@@ -59,11 +59,15 @@ def test_a_small_batch_is_routed_by_more_programs():
     assert small.route_tokens < large.route_tokens
 
 
-def test_one_kernel_for_all_moves_whole_rows():
+def test_one_kernel_for_all_takes_single_tokens():
     """IntraNodeLL's dispatch; its combine is IntraNode's."""
-    for phase, want in (("dispatch", 16384), ("combine", 2048)):
-        shape = launch_config("cuda", phase, 128, 14336, dtype=BF16, top_k=8, kernel_type="IntraNodeLL")
-        assert shape.piece_bytes == want
+    call = {"dtype": BF16, "top_k": 8}
+    shape = launch_config("cuda", "dispatch", 128, 14336, **call, kernel_type="IntraNodeLL")
+    assert (shape.route_tokens, shape.num_programs) == (1, 1024)
+    combines = [
+        launch_config("cuda", "combine", 128, 14336, **call, kernel_type=k) for k in ("IntraNode", "IntraNodeLL")
+    ]
+    assert combines[0] == combines[1]
 
 
 def test_explicit_numbers_win_over_everything():
