@@ -64,9 +64,8 @@ def test_one_kernel_for_all_takes_single_tokens():
     call = {"dtype": BF16, "top_k": 8}
     shape = launch_config("cuda", "dispatch", 128, 14336, **call, kernel_type="IntraNodeLL")
     assert (shape.route_tokens, shape.num_programs) == (1, 1024)
-    combines = [
-        launch_config("cuda", "combine", 128, 14336, **call, kernel_type=k) for k in ("IntraNode", "IntraNodeLL")
-    ]
+    kinds = ("IntraNode", "IntraNodeLL")
+    combines = [launch_config("cuda", "combine", 128, 14336, **call, kernel_type=kind) for kind in kinds]
     assert combines[0] == combines[1]
 
 
