@@ -40,6 +40,13 @@ def num_programs(num_rows: int, num_pieces: int, most: int) -> int:
     return max(1, min(num_rows * num_pieces, most))
 
 
+def piece_grid(num_rows: int, row_bytes: int, piece_bytes: int, most: int) -> tuple[int, int]:
+    """Programs (piece, row) for rows in pieces, at most about `most`; each goes on with the rows of later programs."""
+    pieces = min(triton.cdiv(row_bytes, piece_bytes), most)
+    # CUDA has no more in the second dimension
+    return pieces, max(1, min(num_rows, most // pieces, 65535))
+
+
 @dataclass(frozen=True)
 class DispatchInput:
     """A dispatch's arguments after `check_dispatch`: empty weights and scales have become None."""

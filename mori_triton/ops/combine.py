@@ -7,11 +7,10 @@ docs/protocol.md.
 from __future__ import annotations
 
 import torch
-import triton
 
 from mori_triton.errors import check_tensor, require
 from mori_triton.ops import combine_codec, formats
-from mori_triton.ops.calls import CombineCall, num_programs, row_alignment
+from mori_triton.ops.calls import CombineCall, piece_grid, row_alignment
 from mori_triton.ops.config import EpDispatchCombineConfig, expert_owner
 from mori_triton.ops.dispatch import check_payload
 from mori_triton.ops.kernels.combine import combine_copy_kernel, combine_recv_kernel, combine_reduce_kernel
@@ -91,36 +90,31 @@ def copy_step(call: CombineCall) -> Step:
     shape, k = call.shape, call.config.num_experts_per_token
     row_bytes = call.hidden * call.rows.itemsize
     align = row_alignment(row_bytes, call.rows.data_ptr())
-    num_pieces = triton.cdiv(row_bytes, shape.stage_piece_bytes)
-    copies = 0 if call.in_place else call.num_rows
-    if call.in_place and call.weights is not None:
-        copies, num_pieces = call.num_rows, 1
+    copied = call.num_rows if not call.in_place or call.weights is not None else 0
     return call.step(
-        combine_copy_kernel, (num_programs(copies, num_pieces, shape.stage_programs),),
+        combine_copy_kernel,
+        piece_grid(copied, 1 if call.in_place else row_bytes, shape.stage_piece_bytes, shape.stage_programs),
         call.ctx, None if call.in_place else call.given("rows"), call.given("weights"),
         call.view("combine_in"),
         call.view("combine_in_weights"),
         call.given("total"), call.view("combine_signals"), call.view("control"),
-        k, call.num_rows, row_bytes // align, num_pieces,
-        ALIGN=align, BLOCK=shape.stage_piece_bytes // min(align, 4), BLOCK_K=call.block_k,
+        k, call.num_rows,
+        ROW_UNITS=row_bytes // align, ALIGN=align, BLOCK=shape.stage_piece_bytes // min(align, 4), BLOCK_K=call.block_k,
         WAIT=call.wait, TAG=WAIT_TAG, num_warps=shape.stage_warps, waits=call.wait,
     )  # fmt: skip
 
 
 def reduce_step(call: CombineCall) -> Step:
     """Pull and sum."""
-    config, shape, n = call.config, call.shape, call.num_tokens
+    config, shape, n, k = call.config, call.shape, call.num_tokens, call.config.num_experts_per_token
     row_bytes = call.hidden * call.rows.itemsize
-    align = row_alignment(row_bytes)
-    num_pieces = triton.cdiv(row_bytes, shape.piece_bytes)
     return call.step(
-        combine_reduce_kernel, (num_programs(n, num_pieces, shape.num_programs),),
+        combine_reduce_kernel, piece_grid(n, row_bytes, shape.piece_bytes, shape.num_programs),
         call.ctx, call.view("combine_in", config.max_recv, call.hidden, dtype=call.rows.dtype),
         call.given("forward"), call.view("control"), call.out, call.view("combine_out_weights"),
-        n, config.num_experts_per_token, config.max_recv, row_bytes // align, num_pieces,
-        None if call.weights is None else call.view("combine_in_weights"),
-        ALIGN=align, BLOCK=shape.piece_bytes // call.rows.itemsize, BLOCK_K=call.block_k, CHUNK=call.chunk,
-        num_warps=shape.num_warps,
+        n, k, None if call.weights is None else call.view("combine_in_weights"),
+        HIDDEN=call.hidden, CAPACITY=config.max_recv, BLOCK=shape.piece_bytes // call.rows.itemsize,
+        BLOCK_K=call.block_k, CHUNK=call.chunk, FULL=k % call.chunk == 0, num_warps=shape.num_warps,
     )  # fmt: skip
 
 

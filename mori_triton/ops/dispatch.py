@@ -14,7 +14,7 @@ import triton
 
 from mori_triton.errors import check_tensor, require
 from mori_triton.ops import deterministic, dispatch_ll
-from mori_triton.ops.calls import DispatchCall, DispatchInput, num_programs, row_alignment
+from mori_triton.ops.calls import DispatchCall, DispatchInput, piece_grid, row_alignment
 from mori_triton.ops.config import (
     PAYLOAD_DTYPES,
     EpDispatchCombineConfig,
@@ -131,22 +131,22 @@ def copy_step(call: DispatchCall) -> Step:
     n, k, config, shape, data = len(call.tokens), call.config.num_experts_per_token, call.config, call.shape, call.data
     row_bytes = data.tokens.shape[1] * data.tokens.itemsize
     align = row_alignment(row_bytes, data.tokens.data_ptr())
-    num_pieces = triton.cdiv(row_bytes, shape.piece_bytes)
     scales = call.given("scales")
     scale_align = 1 if data.scales is None else row_alignment(config.scale_bytes, data.scales.data_ptr())
     return call.step(
-        dispatch_copy_kernel, (num_programs(n, num_pieces, shape.num_programs),),
+        dispatch_copy_kernel, piece_grid(n, row_bytes, shape.piece_bytes, shape.num_programs),
         call.ctx, call.given("tokens"), call.given("indices"), call.given("forward"),
         call.view("recv_tokens"),
         call.view("recv_indices"),
         call.view("recv_weights"),
         call.view("recv_sources"),
         call.view("dispatch_signals"), call.view("control"), call.given("total"),
-        n, k, config.max_recv, config.max_num_inp_token_per_rank, row_bytes // align, num_pieces,
+        n, k, config.max_recv, config.max_num_inp_token_per_rank,
         config.scale_bytes // scale_align,
         call.slots, call.given("weights"), scales,
         None if scales is None else call.view("recv_scales"),
-        ALIGN=align, BLOCK=shape.piece_bytes // min(align, 4), BLOCK_K=call.block_k, CHUNK=call.chunk,
+        ROW_UNITS=row_bytes // align, ALIGN=align, BLOCK=shape.piece_bytes // min(align, 4), BLOCK_K=call.block_k,
+        CHUNK=call.chunk, FULL=k % call.chunk == 0,
         SCALE_ALIGN=scale_align,
         SCALE_BLOCK=max(64, triton.next_power_of_2(config.scale_bytes // min(scale_align, 4))),
         WAIT=call.wait, TAG=WAIT_TAG, num_warps=shape.num_warps, waits=call.wait,

@@ -15,13 +15,13 @@ from mori_triton.ops.kernels.finish import (
     is_broken,
     signal_last,
 )
-from mori_triton.ops.kernels.rows import as_bits, as_words, peer_table, program_share, row_offset, sum_rows
+from mori_triton.ops.kernels.rows import as_bits, as_words, peer_table, row_offset, sum_rows
 
 
 @triton.jit(
     do_not_specialize=[
         "ctx", "rows_ptr", "weights_ptr", "combine_in_ptr", "combine_in_weights_ptr", "total_ptr", "signals_ptr",
-        "control_ptr", "top_k", "num_rows", "row_units", "num_pieces",
+        "control_ptr", "top_k", "num_rows",
     ]
 )  # fmt: skip
 def combine_copy_kernel(
@@ -35,30 +35,29 @@ def combine_copy_kernel(
     control_ptr,  # int64 [CONTROL_WORDS], local
     top_k,
     num_rows,
-    row_units,  # bytes of a row / ALIGN
-    num_pieces,  # pieces of BLOCK words in a row, rounded up
+    ROW_UNITS: tl.constexpr,  # bytes of a row / ALIGN
     ALIGN: tl.constexpr,  # 16, 8, 4, 2 or 1: divides a row's bytes and the address of every row
     BLOCK: tl.constexpr,  # words (of min(ALIGN, 4) bytes) moved at a time
     BLOCK_K: tl.constexpr,  # >= top_k
     WAIT: tl.constexpr,  # whether the last program also waits for the peers
     TAG: tl.constexpr,  # names this wait in error records
 ):
-    """Put this PE's rows where peers read them; the last program tells every peer."""
+    """Put this PE's rows where peers read them; the last program tells every peer. Programs (piece, row)."""
     if not is_broken(control_ptr):
         total = tl.minimum(tl.load(total_ptr), num_rows)
         if rows_ptr is not None:
-            row_words = row_units * ((ALIGN + 3) // 4)
-            first_piece, piece_step, first_row, row_step = program_share(total, num_pieces)
-            for piece in range(first_piece, num_pieces, piece_step):
+            ROW_WORDS: tl.constexpr = ROW_UNITS * ((ALIGN + 3) // 4)
+            for piece in range(tl.program_id(0), (ROW_WORDS + BLOCK - 1) // BLOCK, tl.num_programs(0)):
                 offs = piece * BLOCK + tl.arange(0, BLOCK)
-                mask = offs < row_words
-                for row in range(first_row, total, row_step):
-                    start = row_offset(row, row_words)
+                mask = offs < ROW_WORDS
+                for row in range(tl.program_id(1), total, tl.num_programs(1)):
+                    start = row_offset(row, ROW_WORDS)
                     words = tl.load(as_words(rows_ptr, ALIGN) + start + offs, mask=mask)
                     tl.store(as_words(combine_in_ptr, ALIGN) + start + offs, words, mask=mask)
         if weights_ptr is not None:
             column = tl.arange(0, BLOCK_K)
-            for row in range(tl.program_id(0), total, tl.num_programs(0)):
+            mine = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+            for row in range(mine, total, tl.num_programs(0) * tl.num_programs(1)):
                 offs_k = row_offset(row, top_k) + column
                 weights = tl.load(weights_ptr + offs_k, mask=column < top_k)
                 tl.store(combine_in_weights_ptr + offs_k, weights, mask=column < top_k)
@@ -83,50 +82,56 @@ def combine_recv_kernel(
 @triton.jit(
     do_not_specialize=[
         "ctx", "combine_in_ptr", "forward_ptr", "control_ptr", "out_ptr", "out_weights_ptr", "num_tokens", "top_k",
-        "capacity", "row_units", "num_pieces", "combine_in_weights_ptr",
+        "combine_in_weights_ptr",
     ]
 )  # fmt: skip
 def combine_reduce_kernel(
     ctx,  # device context
-    combine_in_ptr,  # symmetric [capacity, h], dtype of out
+    combine_in_ptr,  # symmetric [CAPACITY, HIDDEN], dtype of out
     forward_ptr,  # int32 [M, top_k], local: of the dispatch's route kernel
     control_ptr,  # int64 [CONTROL_WORDS], local
-    out_ptr,  # [M, h], local, aligned to 16 bytes
+    out_ptr,  # [M, HIDDEN], local, aligned to 16 bytes
     out_weights_ptr,  # float32 [M, top_k], local
     num_tokens,
     top_k,
-    capacity,
-    row_units,  # bytes of a row / ALIGN
-    num_pieces,  # pieces of BLOCK elements in a row, rounded up
-    combine_in_weights_ptr,  # symmetric float32 [capacity, top_k], or None
-    ALIGN: tl.constexpr,  # 16, 8, 4 or 2: divides a row's bytes
+    combine_in_weights_ptr,  # symmetric float32 [CAPACITY, top_k], or None
+    HIDDEN: tl.constexpr,
+    CAPACITY: tl.constexpr,  # rows of a receive buffer
     BLOCK: tl.constexpr,  # elements summed at a time
     BLOCK_K: tl.constexpr,  # >= top_k
     CHUNK: tl.constexpr,  # rows of a token that are in flight at a time
+    FULL: tl.constexpr,  # whether CHUNK divides top_k
 ):
     """Sum a token's rows over its distinct destination PEs, in the order of its ids, in float32, rounded once.
 
-    Nothing is written when the wait before it timed out.
+    Programs (piece, token). Nothing is written when the wait before it timed out.
     """
-    if not is_broken(control_ptr):
-        dtype: tl.constexpr = out_ptr.dtype.element_ty
-        bases, heap = peer_table(ctx)
-        hidden = row_units * (ALIGN // (dtype.primitive_bitwidth // 8))
-        first_piece, piece_step, first_token, token_step = program_share(num_tokens, num_pieces)
-        for piece in range(first_piece, num_pieces, piece_step):
-            offs = piece * BLOCK + tl.arange(0, BLOCK)
-            mask = offs < hidden
-            for token in range(first_token, num_tokens, token_step):
-                total = sum_rows(
-                    bases, heap, combine_in_ptr, forward_ptr, token, top_k, capacity, hidden, offs, mask, CHUNK
-                )
-                out = as_bits(out_ptr) + row_offset(token, hidden)
-                tl.store(out + offs, total.to(dtype).to(out.dtype.element_ty, bitcast=True), mask=mask)
-                if combine_in_weights_ptr is not None:  # noqa: SIM102 - Triton decides this one while compiling
-                    if token % num_pieces == piece:
-                        column = tl.arange(0, BLOCK_K)
-                        sums = sum_rows(
-                            bases, heap, combine_in_weights_ptr, forward_ptr, token, top_k, capacity, top_k,
-                            column, column < top_k, CHUNK,
-                        )  # fmt: skip
-                        tl.store(out_weights_ptr + row_offset(token, top_k) + column, sums, mask=column < top_k)
+    # a number, not a branch around everything, so that the first loads need not wait for this one
+    works = is_broken(control_ptr) == 0
+    bases, heap = peer_table(ctx)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    EVEN: tl.constexpr = HIDDEN % BLOCK == 0
+    NUM_PIECES: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
+    for piece in range(tl.program_id(0), NUM_PIECES, tl.num_programs(0)):
+        offs = piece * BLOCK + tl.arange(0, BLOCK)
+        mask = offs < HIDDEN
+        for token in range(tl.program_id(1), num_tokens, tl.num_programs(1)):
+            total = sum_rows(
+                bases, heap, combine_in_ptr, forward_ptr, token, top_k, CAPACITY, HIDDEN, offs, mask,
+                CHUNK, FULL, EVEN, True, works,
+            )  # fmt: skip
+            out = as_bits(out_ptr) + row_offset(token, HIDDEN)
+            bits = total.to(dtype).to(out.dtype.element_ty, bitcast=True)
+            if EVEN:
+                tl.store(out + offs, bits, mask=works)
+            else:
+                tl.store(out + offs, bits, mask=mask & works)
+            if combine_in_weights_ptr is not None:  # noqa: SIM102 - Triton decides this one while compiling
+                if token % NUM_PIECES == piece:
+                    column = tl.arange(0, BLOCK_K)
+                    mask_k = (column < top_k) & works
+                    sums = sum_rows(
+                        bases, heap, combine_in_weights_ptr, forward_ptr, token, top_k, CAPACITY, top_k,
+                        column, mask_k, CHUNK, FULL, False, True, works,
+                    )  # fmt: skip
+                    tl.store(out_weights_ptr + row_offset(token, top_k) + column, sums, mask=mask_k)

@@ -23,7 +23,6 @@ from mori_triton.ops.kernels.rows import (
     copy_scales,
     load_targets,
     peer_table,
-    program_share,
     row_offset,
     split_target,
 )
@@ -85,7 +84,7 @@ def dispatch_route_kernel(
     do_not_specialize=[
         "ctx", "tokens_ptr", "indices_ptr", "forward_ptr", "recv_tokens_ptr", "recv_indices_ptr", "recv_weights_ptr",
         "recv_sources_ptr", "signals_ptr", "control_ptr", "total_ptr", "num_tokens", "top_k", "capacity", "max_tokens",
-        "row_units", "num_pieces", "scale_units", "slots_ptr", "weights_ptr", "scales_ptr", "recv_scales_ptr",
+        "scale_units", "slots_ptr", "weights_ptr", "scales_ptr", "recv_scales_ptr",
     ]
 )  # fmt: skip
 def dispatch_copy_kernel(
@@ -104,56 +103,61 @@ def dispatch_copy_kernel(
     top_k,
     capacity,
     max_tokens,
-    row_units,  # bytes of a row / ALIGN
-    num_pieces,  # pieces of BLOCK words in a row, rounded up
     scale_units,  # bytes of a scale row / SCALE_ALIGN
-    # these may be None and come last: the words before them are 29, see test_arguments_that_gfx1250_preloads
+    # these may be None; the words before them are 27, so that no number of them makes 30, which gfx1250 cannot preload
     slots_ptr,  # symmetric int32 [1], this PE's own, or None: a replay
     weights_ptr,  # float32 [num_tokens, top_k], local, or None
     scales_ptr,  # [num_tokens, scale row], bytes, local, or None
     recv_scales_ptr,  # symmetric [capacity, scale row], or None
+    ROW_UNITS: tl.constexpr,  # bytes of a row / ALIGN
     ALIGN: tl.constexpr,  # 16, 8, 4, 2 or 1: divides a row's bytes and the address of every row
     BLOCK: tl.constexpr,  # words (of min(ALIGN, 4) bytes) moved at a time
     BLOCK_K: tl.constexpr,  # >= top_k
     CHUNK: tl.constexpr,  # ids of a token whose targets are loaded at a time
+    FULL: tl.constexpr,  # whether CHUNK divides top_k
     SCALE_ALIGN: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,  # >= words of a scale row
     WAIT: tl.constexpr,  # whether the last program also waits for the peers and finishes
     TAG: tl.constexpr,  # names this wait in error records
 ):
-    """Write every routed token to its slots on the peers; the last program tells every peer that all of it is there."""
-    if not is_broken(control_ptr):
-        bases, heap = peer_table(ctx)
-        row_words = row_units * ((ALIGN + 3) // 4)
-        first_piece, piece_step, first_token, token_step = program_share(num_tokens, num_pieces)
-        for piece in range(first_piece, num_pieces, piece_step):
-            offs = piece * BLOCK + tl.arange(0, BLOCK)
-            mask = offs < row_words
-            for token in range(first_token, num_tokens, token_step):
-                row = tl.load(as_words(tokens_ptr, ALIGN) + row_offset(token, row_words) + offs, mask=mask)
-                for first in range(0, top_k, CHUNK):
-                    targets = load_targets(forward_ptr, token, top_k, first, CHUNK)
-                    # every address before the first store, which could be to the table for all the compiler knows
-                    rows = ()
-                    for j in tl.static_range(CHUNK):
-                        pe, slot = split_target(tl.maximum(targets[j], 0), capacity)
-                        there = as_words(at_peer(bases, heap, recv_tokens_ptr, pe), ALIGN)
-                        rows += (there + row_offset(slot, row_words),)  # type: ignore[assignment]
-                    for j in tl.static_range(CHUNK):
-                        if targets[j] >= 0:
-                            tl.store(rows[j] + offs, row, mask=mask, cache_modifier=".cs")
-                # the small rows travel with one of the pieces, not always the same
-                if token % num_pieces == piece:
-                    copy_metadata(
-                        bases, heap, forward_ptr, indices_ptr, weights_ptr,
-                        recv_indices_ptr, recv_weights_ptr, recv_sources_ptr,
-                        token, shmem.my_pe(ctx) * max_tokens + token, top_k, capacity, BLOCK_K,
+    """Write every routed token to its slots on the peers; the last program tells every peer that all of it is there.
+
+    Programs (piece, token).
+    """
+    # a number, not a branch around everything, so that the first loads need not wait for this one
+    works = is_broken(control_ptr) == 0
+    bases, heap = peer_table(ctx)
+    ROW_WORDS: tl.constexpr = ROW_UNITS * ((ALIGN + 3) // 4)
+    NUM_PIECES: tl.constexpr = (ROW_WORDS + BLOCK - 1) // BLOCK
+    for piece in range(tl.program_id(0), NUM_PIECES, tl.num_programs(0)):
+        offs = piece * BLOCK + tl.arange(0, BLOCK)
+        mask = offs < ROW_WORDS
+        for token in range(tl.program_id(1), num_tokens, tl.num_programs(1)):
+            row = tl.load(as_words(tokens_ptr, ALIGN) + row_offset(token, ROW_WORDS) + offs, mask=mask)
+            for first in range(0, top_k, CHUNK):
+                targets = load_targets(forward_ptr, token, top_k, first, CHUNK, FULL)
+                # every address before the first store, which could be to the table for all the compiler knows
+                rows = ()
+                for j in tl.static_range(CHUNK):
+                    pe, slot = split_target(tl.maximum(targets[j], 0), capacity)
+                    there = as_words(at_peer(bases, heap, recv_tokens_ptr, pe), ALIGN)
+                    rows += (there + row_offset(slot, ROW_WORDS),)  # type: ignore[assignment]
+                for j in tl.static_range(CHUNK):
+                    if (targets[j] >= 0) & works:
+                        tl.store(rows[j] + offs, row, mask=mask, cache_modifier=".cs")
+            # the small rows travel with one of the pieces, not always the same
+            if (token % NUM_PIECES == piece) & works:
+                copy_metadata(
+                    bases, heap, forward_ptr, indices_ptr, weights_ptr,
+                    recv_indices_ptr, recv_weights_ptr, recv_sources_ptr,
+                    token, shmem.my_pe(ctx) * max_tokens + token, top_k, capacity, BLOCK_K,
+                )  # fmt: skip
+                if scales_ptr is not None:
+                    copy_scales(
+                        bases, heap, forward_ptr, scales_ptr, recv_scales_ptr,
+                        token, top_k, capacity, scale_units, SCALE_ALIGN, SCALE_BLOCK,
                     )  # fmt: skip
-                    if scales_ptr is not None:
-                        copy_scales(
-                            bases, heap, forward_ptr, scales_ptr, recv_scales_ptr,
-                            token, top_k, capacity, scale_units, SCALE_ALIGN, SCALE_BLOCK,
-                        )  # fmt: skip
+    if works:
         last = signal_last(ctx, signals_ptr, control_ptr, DISPATCH_ARRIVALS, DISPATCH_EPOCH)
         if WAIT:  # noqa: SIM102 - Triton decides this one while compiling
             if last != 0:

@@ -46,8 +46,14 @@ def at_peer(bases_ptr, heap, ptr, pe):
 
 
 @triton.jit
-def split_target(target, capacity):
-    """(PE, slot) of an entry of `forward` that is not -1: quotient and rest, by a product with the inverse."""
+def split_target(target, capacity, CONSTANT: tl.constexpr = False):
+    """(PE, slot) of an entry of `forward` that is not -1: quotient and rest, by a product with the inverse.
+
+    `CONSTANT`: `capacity` is a constexpr, and the compiler knows better.
+    """
+    if CONSTANT:
+        quotient = (target.to(tl.uint32) // tl.cast(capacity, tl.uint32)).to(tl.int32)
+        return quotient, target - quotient * capacity
     # rounded down, so the quotient is at most one too small for any target below 2^31; loop invariant
     inverse = 0xFFFFFFFF // tl.cast(capacity, tl.uint32)
     pe = tl.umulhi(target.to(tl.uint32), inverse).to(tl.int32)
@@ -83,12 +89,16 @@ def as_bits(ptr):
 
 
 @triton.jit
-def load_targets(forward_ptr, token, top_k, first, CHUNK: tl.constexpr):
-    """Where ids `first` to `first + CHUNK - 1` of a token go, as a tuple of scalars; -1: nowhere. All in flight."""
+def load_targets(forward_ptr, token, top_k, first, CHUNK: tl.constexpr, FULL: tl.constexpr = False):
+    """Where ids `first` to `first + CHUNK - 1` of a token go, as a tuple of scalars; -1: nowhere. All in flight.
+
+    `FULL`: a row of ids is whole chunks.
+    """
     targets = ()
     for j in tl.static_range(CHUNK):
         entry = forward_ptr + row_offset(token, top_k) + first + j
-        targets += (tl.load(entry, mask=first + j < top_k, other=-1),)  # type: ignore[assignment]
+        target = tl.load(entry) if FULL else tl.load(entry, mask=first + j < top_k, other=-1)
+        targets += (target,)  # type: ignore[assignment]
     return targets
 
 
@@ -159,22 +169,41 @@ def copy_scales(
 
 
 @triton.jit
-def sum_rows(bases_ptr, heap, rows_ptr, forward_ptr, token, top_k, capacity, row_size, offs, mask, CHUNK: tl.constexpr):
+def sum_rows(
+    bases_ptr,
+    heap,
+    rows_ptr,
+    forward_ptr,
+    token,
+    top_k,
+    capacity,
+    row_size,
+    offs,
+    mask,
+    CHUNK: tl.constexpr,
+    FULL: tl.constexpr = False,
+    EVEN: tl.constexpr = False,
+    CONSTANT: tl.constexpr = False,
+    works=True,
+):
     """float32 sum, over a token's PEs in the order of its ids, of columns `offs` of the rows that they hold for it.
 
-    `rows_ptr`: symmetric [capacity, row_size]. The rows of a chunk are all in flight before the first is added.
+    `rows_ptr`: symmetric [capacity, row_size]. The rows of a chunk are all in flight before the first is added. `EVEN`:
+    `mask` is true everywhere; `FULL`, `CONSTANT`: see `load_targets`, `split_target`. Reads no row unless it `works`.
     """
     dtype: tl.constexpr = rows_ptr.dtype.element_ty
     total = tl.zeros(offs.shape, tl.float32)
     for first in range(0, top_k, CHUNK):
-        targets = load_targets(forward_ptr, token, top_k, first, CHUNK)
+        targets = load_targets(forward_ptr, token, top_k, first, CHUNK, FULL)
         rows = ()
         for j in tl.static_range(CHUNK):
-            pe, slot = split_target(tl.maximum(targets[j], 0), capacity)
+            pe, slot = split_target(tl.maximum(targets[j], 0), capacity, CONSTANT)
             there = as_bits(at_peer(bases_ptr, heap, rows_ptr, pe)) + row_offset(slot, row_size)
-            rows += (tl.load(there + offs, mask=mask & (targets[j] >= 0)),)  # type: ignore[assignment]
+            present = (targets[j] >= 0) & works
+            row = tl.load(there + offs, mask=present) if EVEN else tl.load(there + offs, mask=mask & present)
+            rows += (row,)  # type: ignore[assignment]
         for j in tl.static_range(CHUNK):
             # a branch, across which the loads are not moved to after the first additions
-            if targets[j] >= 0:
+            if (targets[j] >= 0) & works:
                 total += rows[j].to(dtype, bitcast=True).to(tl.float32)
     return total
