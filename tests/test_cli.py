@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
-from click.testing import Result
 from typer.testing import CliRunner
 
 from mori_triton import cli
@@ -21,7 +21,7 @@ TINY = [
 ]  # fmt: skip
 
 
-def run(*arguments: str) -> Result:
+def run(*arguments: str) -> Any:
     """In this process."""
     return CliRunner().invoke(cli.app(), arguments)
 
