@@ -39,7 +39,7 @@ def meet_kernel(ctx):
 class BareLL:
     """One PE's buffers. Collective to make."""
 
-    def __init__(self, case: Case, capacity: int, *, scales: bool = True) -> None:
+    def __init__(self, case: Case, capacity: int, *, scales: bool = True, untouched: bool = True) -> None:
         self.state, self.case, self.capacity = host_state.current(), case, capacity
         heap, n = self.state.heap, self.state.n_pes
         self.device = heap.ctx.device
@@ -47,11 +47,12 @@ class BareLL:
 
         def symmetric(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
             made = heap.tensor(shape, dtype)
-            made.view(torch.uint8).fill_(UNTOUCHED)
+            if untouched:
+                made.view(torch.uint8).fill_(UNTOUCHED)
             return made
 
         self.rows = symmetric(capacity, row_bytes)
-        self.scales = symmetric(capacity, SCALE_BYTES) if scales else None
+        self.scales = symmetric(capacity, SCALE_BYTES) if scales and case.scales[0] else None
         self.ids = symmetric(capacity, case.top_k, dtype=torch.int32)
         self.weights = symmetric(capacity, case.top_k, dtype=torch.float32)
         self.sources = symmetric(capacity, dtype=torch.int32)
@@ -63,7 +64,7 @@ class BareLL:
         self.state.driver.synchronize()
         self.state.bootstrap.barrier("buffers are clear")
 
-    def dispatch(
+    def launch_dispatch(
         self,
         launch: Callable[..., Any],
         mine: Round,
@@ -72,8 +73,8 @@ class BareLL:
         block: int = 256,
         num_programs: int = 3,
         num_warps: int = 2,
-    ) -> dict[str, np.ndarray]:
-        """A round: the rows that came and what stands with each, and the forward map."""
+    ) -> None:
+        """The one launch."""
         case, n, ctx = self.case, len(mine.tokens), self.state.heap.ctx
         rows = torch.from_numpy(mine.tokens.view(np.uint8).copy()).to(self.device)
         weights = None if mine.weights is None else torch.from_numpy(mine.weights.copy()).to(self.device)
@@ -90,6 +91,11 @@ class BareLL:
             BLOCK_P=triton.next_power_of_2(case.num_pes), SCALE_ALIGN=2, SCALE_BLOCK=4, WAIT=True, TAG=TAG,
             num_warps=num_warps,
         )  # fmt: skip
+
+    def dispatch(self, launch: Callable[..., Any], mine: Round, **shape: int) -> dict[str, np.ndarray]:
+        """A round: the rows that came and what stands with each, and the forward map."""
+        self.launch_dispatch(launch, mine, **shape)
+        n, ctx = len(mine.tokens), self.state.heap.ctx
         taken = {}
         buffers = {"rows": self.rows, "ids": self.ids, "weights": self.weights, "sources": self.sources}
         if self.scales is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -215,5 +216,7 @@ print(local_world(2, "cuda", heap_size="4M").run(program))
 @pytest.mark.gpu1
 @needs_gpu
 def test_i16_imported_after_the_gpu_was_used() -> None:
-    done = subprocess.run([sys.executable, "-c", AFTER_CUDA], capture_output=True, text=True, check=False, timeout=120)
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", AFTER_CUDA]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, timeout=120)
     assert done.stdout.strip() == "[0, 0]", done.stderr[-3000:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -74,6 +75,38 @@ def silent_program(pe: int) -> dict[str, bool]:
 def test_a_pe_that_has_failed_writes_nothing_and_is_silent() -> None:
     for changed in local_world(2, heap_size="1M").run(silent_program):
         assert not any(changed.values()), changed
+
+
+FAR = dataclasses.replace(BASE, num_pes=1, hidden=256, top_k=128, tokens="full", max_tokens=3, scales=(0, 0), rounds=1)
+FAR_ROWS = 4_300_000
+
+
+def far_program(pe: int) -> list[int]:
+    """Rows whose slots are the last of many: bytes that differ from what they have to be, and from 0 where a 32-bit
+    offset would have gone.
+    """
+    bare, mine = BareLL(FAR, FAR_ROWS, untouched=False), round_of(FAR, pe, 0)
+    first = FAR_ROWS - 3
+    bare.slots.fill_(first)
+    bare.launch_dispatch(launch, mine)
+    wrong = []
+    tokens = bare.sources[first:].tolist()
+    assert sorted(tokens) == [0, 1, 2]
+    for buffer, given in ((bare.rows, mine.tokens), (bare.ids, mine.indices), (bare.weights, mine.weights)):
+        assert given is not None
+        wanted = torch.from_numpy(given.view(np.uint8).copy())[tokens]
+        rows = buffer.view(torch.uint8).view(FAR_ROWS, -1)
+        size = rows.shape[1]
+        assert first * size > 2**31
+        wrapped = (first * size + 2**31) % 2**32 - 2**31
+        near = [rows.view(-1)[wrapped : wrapped + 3 * size]] if wrapped >= 0 else []
+        wrong.append(int((rows[first:] != wanted).sum()) + sum(int(n.count_nonzero()) for n in near))
+    return wrong
+
+
+def test_f1_f2_offsets_past_two_to_the_31() -> None:
+    """Only the pages that are written are there."""
+    assert local_world(1, heap_size="9G").run(far_program) == [[0, 0, 0]]
 
 
 # -- the op
