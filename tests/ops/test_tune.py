@@ -98,6 +98,14 @@ def test_real_times_on_every_path(tmp_path):
     assert len(rules_in(tmp_path, "combine")) == 3
 
 
+def test_a_codec_alone(tmp_path, clock):
+    problem = dataclasses.replace(ONE, hidden=128, quant_types=("fp8_direct_cast",), phases=("dispatch", "combine"))
+    outcomes = tune(problem, device="cpu", out=tmp_path, budget_s=0.0)
+    assert [(o.call.phase, o.call.quant_type, o.decision) for o in outcomes] == [
+        ("dispatch", None, "new"), ("combine", "fp8_direct_cast", "new"),
+    ]  # fmt: skip
+
+
 OLD = TuningRule("bf16", 3, 64, 4, 2, topk=2, piece_bytes=1024, route_tokens=8, route_warps=1, latency_us=1.0)
 
 

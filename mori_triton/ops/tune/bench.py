@@ -135,7 +135,8 @@ class PeBench:
         return op.combine(self._rows, None, self.board[self.pe]["indices"][: call.num_tokens])
 
     def _op(self, call: Call) -> EpDispatchCombineOp:
-        return self.ops[call.quant_type or "none"]
+        # dispatch is the same whatever combine's codec is
+        return self.ops[call.quant_type or self.problem.quant_types[0]]
 
     def start(self, call: Call) -> None:
         """Get ready for a call's measurements: a combine needs rows that a dispatch has brought."""
