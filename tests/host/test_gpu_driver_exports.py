@@ -202,6 +202,8 @@ def test_a_heap_on_a_gpu(kind, heap_mode, monkeypatch):
         driver, _ = fake_driver(kind, pe % 2, gpus=gpus, heap_mode=heap_mode)
         heap = SymmetricHeap(driver, group.bootstrap(pe), 5 * MB)
         address = heap.malloc(64)
+        # nobody hands out memory any more
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("mori_triton-")]
         driver.write(address, bytes([pe] * 64))
         heap.bootstrap.barrier()
         seen = [driver.read(heap.peer_address(address, peer), 1)[0] for peer in range(3)]
@@ -228,6 +230,17 @@ def test_a_heap_on_a_gpu(kind, heap_mode, monkeypatch):
         assert records == ([], 1)
     gc.collect()
     assert gpus.left() == {}
+
+
+def test_a_heap_gives_back_what_it_can(kind):
+    driver, gpus = fake_driver(kind)
+    heap = SymmetricHeap(driver, ThreadGroup(1).bootstrap(0), MB)
+    gpus.fail["mem_free"] = INVALID
+    with pytest.raises(DriverError, match="invalid argument"):
+        heap.close()
+    assert not gpus.memory["host"]
+    assert len(gpus.of("mem_free")) == 2
+    heap.close()
 
 
 def test_errors_of_the_heap_name_each_pe(kind):
