@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench import sanitize
+from bench import profile_kernels, sanitize
 from mori_triton import ops
 from mori_triton.ops import config, plans
 
@@ -45,6 +45,11 @@ def test_every_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     sanitize.run_world(2, sanitize.VARIANTS["IntraNodeLL"], "cpu", split=True)
     assert prepared == kernels_of_ops()
     assert len(prepared) >= 10
+
+
+def test_the_run_for_a_profiler(capsys: pytest.CaptureFixture[str]) -> None:
+    profile_kernels.main(device="cpu", pes=2, tokens=5, hidden=256, topk=2, experts=4)
+    assert "right" in capsys.readouterr().out
 
 
 def test_every_codec_and_kernel_type_has_a_variant() -> None:
