@@ -6,8 +6,8 @@
 launch__registers_per_thread,sm__warps_active.avg.pct_of_peak_sustained_active python3 bench/profile_kernels.py
 
 A profiler runs one kernel at a time, so the PEs use the split calls, as `sanitize.py` does: what a kernel takes here is
-its time alone on the GPU, without its peers' beside it. These counters fit one pass: more would make the profiler save and
-restore all memory.
+its time alone on the GPU, without its peers' beside it. These counters fit one pass: with more the profiler saves and
+restores all memory.
 """
 
 from __future__ import annotations
