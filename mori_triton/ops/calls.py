@@ -25,7 +25,7 @@ def row_alignment(row_bytes: int, *addresses: int) -> int:
 
 def block_k(top_k: int) -> int:
     """The power of two that a row of `top_k` entries is handled in: one compiled kernel serves the usual ones."""
-    return max(16, triton.next_power_of_2(top_k))
+    return max(2, triton.next_power_of_2(top_k))
 
 
 def chunk(top_k: int) -> int:
@@ -38,6 +38,20 @@ def num_programs(num_rows: int, num_pieces: int, most: int) -> int:
     if most > num_pieces:
         most -= most % num_pieces
     return max(1, min(num_rows * num_pieces, most))
+
+
+def inverse_of(capacity: int) -> tuple[int, int]:
+    """(inverse, shift) with `entry // capacity == entry * inverse >> 32 + shift`, the inverse as an int32.
+
+    Exact for every entry of `forward`: they are below `world_size * capacity`, which is below 2^31. With
+    `e = inverse * capacity - 2^(32 + shift)`, less than `capacity` and so at most `2^(shift + 1)`, the product is too
+    large by `entry * e / 2^(32 + shift) / capacity`, less than `1 / capacity`. A capacity of 1 has the entry 0 alone.
+    """
+    if capacity == 1:
+        return 0, 0
+    shift = (capacity - 1).bit_length() - 1
+    inverse = -(-(1 << (32 + shift)) // capacity)
+    return inverse - 2**32 if inverse >= 2**31 else inverse, shift
 
 
 def piece_grid(num_rows: int, row_bytes: int, piece_bytes: int, most: int) -> tuple[int, int]:
@@ -76,6 +90,11 @@ class EpCall:
     @property
     def chunk(self) -> int:
         return chunk(self.config.num_experts_per_token)
+
+    @property
+    def capacity(self) -> tuple[int, int, int]:
+        """The kernel arguments capacity, inverse and shift."""
+        return (self.config.max_recv, *inverse_of(self.config.max_recv))
 
     def view(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A buffer of the op: its start as `[*shape]` of `dtype`, or without one all of it, flat, of its own type."""

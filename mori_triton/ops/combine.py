@@ -106,15 +106,15 @@ def copy_step(call: CombineCall) -> Step:
 
 def reduce_step(call: CombineCall) -> Step:
     """Pull and sum."""
-    config, shape, n, k = call.config, call.shape, call.num_tokens, call.config.num_experts_per_token
+    config, shape, n = call.config, call.shape, call.num_tokens
     row_bytes = call.hidden * call.rows.itemsize
     return call.step(
         combine_reduce_kernel, piece_grid(n, row_bytes, shape.piece_bytes, shape.num_programs),
         call.ctx, call.view("combine_in", config.max_recv, call.hidden, dtype=call.rows.dtype),
         call.given("forward"), call.view("control"), call.out, call.view("combine_out_weights"),
-        n, k, None if call.weights is None else call.view("combine_in_weights"),
-        HIDDEN=call.hidden, CAPACITY=config.max_recv, BLOCK=shape.piece_bytes // call.rows.itemsize,
-        BLOCK_K=call.block_k, CHUNK=call.chunk, FULL=k % call.chunk == 0, num_warps=shape.num_warps,
+        n, *call.capacity, None if call.weights is None else call.view("combine_in_weights"),
+        HIDDEN=call.hidden, TOP_K=config.num_experts_per_token, BLOCK=shape.piece_bytes // call.rows.itemsize,
+        BLOCK_K=call.block_k, CHUNK=call.chunk, num_warps=shape.num_warps,
     )  # fmt: skip
 
 

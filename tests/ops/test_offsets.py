@@ -13,6 +13,7 @@ import triton.language as tl
 
 from mori_triton import emulator, local_world
 from mori_triton.device.launch import cross_compile, launch
+from mori_triton.ops.calls import inverse_of
 from mori_triton.ops.kernels import combine, dispatch, rows
 from mori_triton.ops.kernels.rows import row_offset, split_target
 
@@ -59,23 +60,27 @@ def test_the_product_is_64_bits_wide() -> None:
     assert products == ["i64"]
 
 
-@triton.jit(do_not_specialize=["capacity", "num"])
-def split_kernel(targets_ptr, out_ptr, capacity, num, BLOCK: tl.constexpr):
-    """(PE, slot) of every target."""
+@triton.jit(do_not_specialize=["capacity", "inverse", "shift", "num"])
+def split_kernel(targets_ptr, out_ptr, capacity, inverse, shift, num, BLOCK: tl.constexpr):
+    """(PE, slot) of every target, twice."""
     offs = tl.arange(0, BLOCK)
-    pe, slot = split_target(tl.load(targets_ptr + offs, mask=offs < num, other=0), capacity)
-    tl.store(out_ptr + 2 * offs, pe, mask=offs < num)
-    tl.store(out_ptr + 2 * offs + 1, slot, mask=offs < num)
+    target = tl.load(targets_ptr + offs, mask=offs < num, other=0)
+    pe, slot = split_target(target, capacity, inverse, shift)
+    tl.store(out_ptr + 4 * offs, pe, mask=offs < num)
+    tl.store(out_ptr + 4 * offs + 1, slot, mask=offs < num)
+    pe, slot = split_target(target, capacity)
+    tl.store(out_ptr + 4 * offs + 2, pe, mask=offs < num)
+    tl.store(out_ptr + 4 * offs + 3, slot, mask=offs < num)
 
 
 def splits(pe: int) -> None:
     """Around every multiple that could round wrongly, up to the largest entry that the config allows."""
     for capacity in (1, 2, 3, 7, 40, 4095, 4096, 32768, 65537 * 8, 2**30 - 1, 2**30, 2**31 - 2, 2**31 - 1):
         near = {m * capacity + d for m in (0, 1, 2, 3, 7, 127, 2**31 // capacity) for d in (-2, -1, 0, 1, 2)}
-        targets = sorted(t for t in near | {2**31 - 1, 2**31 - 2} if 0 <= t < 2**31)
-        given, out = torch.tensor(targets, dtype=torch.int32), torch.full((64, 2), -1, dtype=torch.int32)
-        launch(split_kernel, (1,), given, out, capacity, len(targets), BLOCK=64, num_warps=1)
-        assert out[: len(targets)].tolist() == [list(divmod(t, capacity)) for t in targets], capacity
+        targets = sorted(t for t in near | {2**31 - 1, 2**31 - 2} if 0 <= t < (2**31 if capacity > 1 else 1))
+        given, out = torch.tensor(targets, dtype=torch.int32), torch.full((64, 4), -1, dtype=torch.int32)
+        launch(split_kernel, (1,), given, out, capacity, *inverse_of(capacity), len(targets), BLOCK=64, num_warps=1)
+        assert out[: len(targets)].tolist() == [[*divmod(t, capacity)] * 2 for t in targets], capacity
 
 
 @pytest.mark.parametrize("arch", ["gfx1201", "gfx942"])
@@ -90,8 +95,10 @@ def test_f2_no_kernel_multiplies_for_an_address_by_itself() -> None:
         "num_pes * num_experts_per_rank",  # < 2^31 by the config
         "pe[None, :] * capacity",  # < 2^31 by the config
         "pe * capacity",
-        "row_units * ((ALIGN + 3) // 4)",  # words of a row
-        "row_units * (ALIGN // (dtype.primitive_bitwidth // 8))",  # elements of a row
+        "ROW_UNITS * ((ALIGN + 3) // 4)",  # words of a row
+        "quotient.to(tl.int32) * capacity",  # at most the entry
+        "tl.num_programs(0) * tl.num_programs(1)",  # pieces of a row times less than 2^16
+        "tl.program_id(1) * tl.num_programs(0)",
         "scale_units * SCALE_UNIT",
         "piece * BLOCK",  # within a row
         "shmem.my_pe(ctx) * max_tokens",  # < 2^31 by the config

@@ -81,26 +81,27 @@ def combine_recv_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "ctx", "combine_in_ptr", "forward_ptr", "control_ptr", "out_ptr", "out_weights_ptr", "num_tokens", "top_k",
-        "combine_in_weights_ptr",
+        "ctx", "combine_in_ptr", "forward_ptr", "control_ptr", "out_ptr", "out_weights_ptr", "num_tokens",
+        "capacity", "inverse", "shift", "combine_in_weights_ptr",
     ]
 )  # fmt: skip
 def combine_reduce_kernel(
     ctx,  # device context
-    combine_in_ptr,  # symmetric [CAPACITY, HIDDEN], dtype of out
-    forward_ptr,  # int32 [M, top_k], local: of the dispatch's route kernel
+    combine_in_ptr,  # symmetric [capacity, HIDDEN], dtype of out
+    forward_ptr,  # int32 [M, TOP_K], local: of the dispatch's route kernel
     control_ptr,  # int64 [CONTROL_WORDS], local
     out_ptr,  # [M, HIDDEN], local, aligned to 16 bytes
-    out_weights_ptr,  # float32 [M, top_k], local
+    out_weights_ptr,  # float32 [M, TOP_K], local
     num_tokens,
-    top_k,
-    combine_in_weights_ptr,  # symmetric float32 [CAPACITY, top_k], or None
+    capacity,  # rows of a receive buffer
+    inverse,  # of `ops.calls.inverse_of(capacity)`
+    shift,
+    combine_in_weights_ptr,  # symmetric float32 [capacity, TOP_K], or None
     HIDDEN: tl.constexpr,
-    CAPACITY: tl.constexpr,  # rows of a receive buffer
+    TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,  # elements summed at a time
-    BLOCK_K: tl.constexpr,  # >= top_k
+    BLOCK_K: tl.constexpr,  # >= TOP_K
     CHUNK: tl.constexpr,  # rows of a token that are in flight at a time
-    FULL: tl.constexpr,  # whether CHUNK divides top_k
 ):
     """Sum a token's rows over its distinct destination PEs, in the order of its ids, in float32, rounded once.
 
@@ -117,8 +118,8 @@ def combine_reduce_kernel(
         mask = offs < HIDDEN
         for token in range(tl.program_id(1), num_tokens, tl.num_programs(1)):
             total = sum_rows(
-                bases, heap, combine_in_ptr, forward_ptr, token, top_k, CAPACITY, HIDDEN, offs, mask,
-                CHUNK, FULL, EVEN, True, works,
+                bases, heap, combine_in_ptr, forward_ptr, token, TOP_K, capacity, HIDDEN, offs, mask,
+                CHUNK, EVEN, works, inverse, shift,
             )  # fmt: skip
             out = as_bits(out_ptr) + row_offset(token, HIDDEN)
             bits = total.to(dtype).to(out.dtype.element_ty, bitcast=True)
@@ -129,9 +130,9 @@ def combine_reduce_kernel(
             if combine_in_weights_ptr is not None:  # noqa: SIM102 - Triton decides this one while compiling
                 if token % NUM_PIECES == piece:
                     column = tl.arange(0, BLOCK_K)
-                    mask_k = (column < top_k) & works
+                    mask_k = (column < TOP_K) & works
                     sums = sum_rows(
-                        bases, heap, combine_in_weights_ptr, forward_ptr, token, top_k, CAPACITY, top_k,
-                        column, mask_k, CHUNK, FULL, False, True, works,
+                        bases, heap, combine_in_weights_ptr, forward_ptr, token, TOP_K, capacity, TOP_K,
+                        column, mask_k, CHUNK, False, works, inverse, shift,
                     )  # fmt: skip
-                    tl.store(out_weights_ptr + row_offset(token, top_k) + column, sums, mask=mask_k)
+                    tl.store(out_weights_ptr + row_offset(token, TOP_K) + column, sums, mask=mask_k)

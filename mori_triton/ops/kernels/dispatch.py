@@ -83,38 +83,39 @@ def dispatch_route_kernel(
 @triton.jit(
     do_not_specialize=[
         "ctx", "tokens_ptr", "indices_ptr", "forward_ptr", "recv_tokens_ptr", "recv_indices_ptr", "recv_weights_ptr",
-        "recv_sources_ptr", "signals_ptr", "control_ptr", "total_ptr", "num_tokens", "top_k", "capacity", "max_tokens",
-        "scale_units", "slots_ptr", "weights_ptr", "scales_ptr", "recv_scales_ptr",
+        "recv_sources_ptr", "signals_ptr", "control_ptr", "total_ptr", "num_tokens", "capacity", "inverse", "shift",
+        "max_tokens", "slots_ptr", "weights_ptr", "scales_ptr", "recv_scales_ptr",
     ]
 )  # fmt: skip
 def dispatch_copy_kernel(
     ctx,  # device context
     tokens_ptr,  # [num_tokens, row], bytes, local
-    indices_ptr,  # int32 [num_tokens, top_k], local
-    forward_ptr,  # int32 [M, top_k], local: of the route kernel, or of the dispatch that is replayed
+    indices_ptr,  # int32 [num_tokens, TOP_K], local
+    forward_ptr,  # int32 [M, TOP_K], local: of the route kernel, or of the dispatch that is replayed
     recv_tokens_ptr,  # symmetric [capacity, row], bytes
-    recv_indices_ptr,  # symmetric int32 [capacity, top_k]
-    recv_weights_ptr,  # symmetric float32 [capacity, top_k]
+    recv_indices_ptr,  # symmetric int32 [capacity, TOP_K]
+    recv_weights_ptr,  # symmetric float32 [capacity, TOP_K]
     recv_sources_ptr,  # symmetric int32 [capacity]: source PE * max_tokens + token
     signals_ptr,  # symmetric int64 [n_pes]: word p holds PE p's newest epoch here
     control_ptr,  # int64 [CONTROL_WORDS], local
     total_ptr,  # int32 [1], local, out: rows received
     num_tokens,
-    top_k,
-    capacity,
+    capacity,  # rows of a receive buffer
+    inverse,  # of `ops.calls.inverse_of(capacity)`
+    shift,
     max_tokens,
-    scale_units,  # bytes of a scale row / SCALE_ALIGN
     # these may be None; the words before them are 27, so that no number of them makes 30, which gfx1250 cannot preload
     slots_ptr,  # symmetric int32 [1], this PE's own, or None: a replay
-    weights_ptr,  # float32 [num_tokens, top_k], local, or None
+    weights_ptr,  # float32 [num_tokens, TOP_K], local, or None
     scales_ptr,  # [num_tokens, scale row], bytes, local, or None
     recv_scales_ptr,  # symmetric [capacity, scale row], or None
     ROW_UNITS: tl.constexpr,  # bytes of a row / ALIGN
     ALIGN: tl.constexpr,  # 16, 8, 4, 2 or 1: divides a row's bytes and the address of every row
     BLOCK: tl.constexpr,  # words (of min(ALIGN, 4) bytes) moved at a time
-    BLOCK_K: tl.constexpr,  # >= top_k
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # >= TOP_K
     CHUNK: tl.constexpr,  # ids of a token whose targets are loaded at a time
-    FULL: tl.constexpr,  # whether CHUNK divides top_k
+    SCALE_UNITS: tl.constexpr,  # bytes of a scale row / SCALE_ALIGN
     SCALE_ALIGN: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,  # >= words of a scale row
     WAIT: tl.constexpr,  # whether the last program also waits for the peers and finishes
@@ -134,12 +135,12 @@ def dispatch_copy_kernel(
         mask = offs < ROW_WORDS
         for token in range(tl.program_id(1), num_tokens, tl.num_programs(1)):
             row = tl.load(as_words(tokens_ptr, ALIGN) + row_offset(token, ROW_WORDS) + offs, mask=mask)
-            for first in range(0, top_k, CHUNK):
-                targets = load_targets(forward_ptr, token, top_k, first, CHUNK, FULL)
+            for first in range(0, TOP_K, CHUNK):
+                targets = load_targets(forward_ptr, token, TOP_K, first, CHUNK)
                 # every address before the first store, which could be to the table for all the compiler knows
                 rows = ()
                 for j in tl.static_range(CHUNK):
-                    pe, slot = split_target(tl.maximum(targets[j], 0), capacity)
+                    pe, slot = split_target(tl.maximum(targets[j], 0), capacity, inverse, shift)
                     there = as_words(at_peer(bases, heap, recv_tokens_ptr, pe), ALIGN)
                     rows += (there + row_offset(slot, ROW_WORDS),)  # type: ignore[assignment]
                 for j in tl.static_range(CHUNK):
@@ -150,12 +151,12 @@ def dispatch_copy_kernel(
                 copy_metadata(
                     bases, heap, forward_ptr, indices_ptr, weights_ptr,
                     recv_indices_ptr, recv_weights_ptr, recv_sources_ptr,
-                    token, shmem.my_pe(ctx) * max_tokens + token, top_k, capacity, BLOCK_K,
+                    token, shmem.my_pe(ctx) * max_tokens + token, TOP_K, capacity, inverse, shift, BLOCK_K,
                 )  # fmt: skip
                 if scales_ptr is not None:
                     copy_scales(
                         bases, heap, forward_ptr, scales_ptr, recv_scales_ptr,
-                        token, top_k, capacity, scale_units, SCALE_ALIGN, SCALE_BLOCK,
+                        token, TOP_K, capacity, inverse, shift, SCALE_UNITS, SCALE_ALIGN, SCALE_BLOCK,
                     )  # fmt: skip
     if works:
         last = signal_last(ctx, signals_ptr, control_ptr, DISPATCH_ARRIVALS, DISPATCH_EPOCH)

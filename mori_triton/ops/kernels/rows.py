@@ -46,17 +46,18 @@ def at_peer(bases_ptr, heap, ptr, pe):
 
 
 @triton.jit
-def split_target(target, capacity, CONSTANT: tl.constexpr = False):
-    """(PE, slot) of an entry of `forward` that is not -1: quotient and rest, by a product with the inverse.
+def split_target(target, capacity, inverse=None, shift=None):
+    """(PE, slot) of an entry of `forward` that is not -1: quotient and rest, by a product with an inverse.
 
-    `CONSTANT`: `capacity` is a constexpr, and the compiler knows better.
+    `inverse`, `shift`: of `ops.calls.inverse_of`, exact for every entry; without them one is made here, for kernels
+    that have few words for arguments.
     """
-    if CONSTANT:
-        quotient = (target.to(tl.uint32) // tl.cast(capacity, tl.uint32)).to(tl.int32)
-        return quotient, target - quotient * capacity
+    if inverse is not None:
+        quotient = tl.umulhi(target.to(tl.uint32), inverse.to(tl.uint32)) >> shift.to(tl.uint32)
+        return quotient.to(tl.int32), target - quotient.to(tl.int32) * capacity
     # rounded down, so the quotient is at most one too small for any target below 2^31; loop invariant
-    inverse = 0xFFFFFFFF // tl.cast(capacity, tl.uint32)
-    pe = tl.umulhi(target.to(tl.uint32), inverse).to(tl.int32)
+    rounded = 0xFFFFFFFF // tl.cast(capacity, tl.uint32)
+    pe = tl.umulhi(target.to(tl.uint32), rounded).to(tl.int32)
     slot = target - pe * capacity
     short = slot >= capacity
     return pe + short.to(tl.int32), tl.where(short, slot - capacity, slot)
@@ -89,16 +90,12 @@ def as_bits(ptr):
 
 
 @triton.jit
-def load_targets(forward_ptr, token, top_k, first, CHUNK: tl.constexpr, FULL: tl.constexpr = False):
-    """Where ids `first` to `first + CHUNK - 1` of a token go, as a tuple of scalars; -1: nowhere. All in flight.
-
-    `FULL`: a row of ids is whole chunks.
-    """
+def load_targets(forward_ptr, token, top_k, first, CHUNK: tl.constexpr):
+    """Where ids `first` to `first + CHUNK - 1` of a token go, as a tuple of scalars; -1: nowhere. All in flight."""
     targets = ()
     for j in tl.static_range(CHUNK):
         entry = forward_ptr + row_offset(token, top_k) + first + j
-        target = tl.load(entry) if FULL else tl.load(entry, mask=first + j < top_k, other=-1)
-        targets += (target,)  # type: ignore[assignment]
+        targets += (tl.load(entry, mask=first + j < top_k, other=-1),)  # type: ignore[assignment]
     return targets
 
 
@@ -116,6 +113,8 @@ def copy_metadata(
     source,
     top_k,
     capacity,
+    inverse,
+    shift,
     BLOCK_K: tl.constexpr,
 ):
     """Write a token's ids, weights and `source` to its slots on all its PEs at once."""
@@ -125,7 +124,7 @@ def copy_metadata(
     row = row_offset(token, top_k)
     target = tl.load(forward_ptr + row + to, mask=to < top_k, other=-1)
     sent = target >= 0
-    pe, slot = split_target(tl.maximum(target, 0), capacity)
+    pe, slot = split_target(tl.maximum(target, 0), capacity, inverse, shift)
     mask = sent & (column < top_k)
     there = row_offset(slot, top_k) + column
     # all loads before the first store, which could be to what they read for all that the compiler knows
@@ -150,6 +149,8 @@ def copy_scales(
     token,
     top_k,
     capacity,
+    inverse,
+    shift,
     scale_units,
     SCALE_ALIGN: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
@@ -162,7 +163,7 @@ def copy_scales(
     for k in range(top_k):
         target = tl.load(forward_ptr + row_offset(token, top_k) + k)
         if target >= 0:
-            pe, slot = split_target(target, capacity)
+            pe, slot = split_target(target, capacity, inverse, shift)
             there = as_words(at_peer(bases_ptr, heap, recv_scales_ptr, pe), SCALE_ALIGN)
             there += row_offset(slot, scale_words)
             tl.store(there + offs, scales, mask=offs < scale_words)
@@ -181,29 +182,30 @@ def sum_rows(
     offs,
     mask,
     CHUNK: tl.constexpr,
-    FULL: tl.constexpr = False,
     EVEN: tl.constexpr = False,
-    CONSTANT: tl.constexpr = False,
     works=True,
+    inverse=None,
+    shift=None,
 ):
     """float32 sum, over a token's PEs in the order of its ids, of columns `offs` of the rows that they hold for it.
 
     `rows_ptr`: symmetric [capacity, row_size]. The rows of a chunk are all in flight before the first is added. `EVEN`:
-    `mask` is true everywhere; `FULL`, `CONSTANT`: see `load_targets`, `split_target`. Reads no row unless it `works`.
+    `mask` is true everywhere. `inverse`, `shift`: see `split_target`. Reads no row, and sums nothing of use, unless it
+    `works`.
     """
     dtype: tl.constexpr = rows_ptr.dtype.element_ty
     total = tl.zeros(offs.shape, tl.float32)
     for first in range(0, top_k, CHUNK):
-        targets = load_targets(forward_ptr, token, top_k, first, CHUNK, FULL)
+        targets = load_targets(forward_ptr, token, top_k, first, CHUNK)
         rows = ()
         for j in tl.static_range(CHUNK):
-            pe, slot = split_target(tl.maximum(targets[j], 0), capacity, CONSTANT)
+            pe, slot = split_target(tl.maximum(targets[j], 0), capacity, inverse, shift)
             there = as_bits(at_peer(bases_ptr, heap, rows_ptr, pe)) + row_offset(slot, row_size)
             present = (targets[j] >= 0) & works
             row = tl.load(there + offs, mask=present) if EVEN else tl.load(there + offs, mask=mask & present)
             rows += (row,)  # type: ignore[assignment]
         for j in tl.static_range(CHUNK):
             # a branch, across which the loads are not moved to after the first additions
-            if (targets[j] >= 0) & works:
+            if targets[j] >= 0:
                 total += rows[j].to(dtype, bitcast=True).to(tl.float32)
     return total
