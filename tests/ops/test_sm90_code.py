@@ -36,8 +36,8 @@ POINTERS = {
 }
 TOKENS = (128, 4096)
 ROW_BYTES = 2 * 7168
-# a program of combine moves 13 kB; while memory does that a multiprocessor can issue 1,600 instructions for each of its 2
-# warps, and more than half of that in each is felt
+# a program of combine moves 13 kB; while memory does that a multiprocessor can issue 1,600 instructions for each of its
+# 2 warps, and more than half of that is felt
 MOST_INSTRUCTIONS = {"dispatch_copy_kernel": 1000, "combine_reduce_kernel": 700}
 # of one thread; 65536 in a multiprocessor, which holds 2048 threads: more registers, fewer of them
 MOST_REGISTERS = {"dispatch_copy_kernel": 128, "dispatch_ll_kernel": 128, "combine_reduce_kernel": 128}
