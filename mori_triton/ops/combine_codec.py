@@ -38,8 +38,8 @@ def encode_step(call: CombineCall) -> Step:
     """Encode rows to where peers read them, bring the weights, and signal."""
     config, shape = call.config, call.shape
     codec = CODECS[config.quant_type]
-    row_bytes, wire_bytes = call.hidden * 2, _wire_bytes(call, codec)
-    align, wire_align = row_alignment(row_bytes, call.rows.data_ptr()), row_alignment(wire_bytes)
+    row_bytes = call.hidden * 2
+    align = row_alignment(row_bytes, call.rows.data_ptr())
     # as many elements at a time as a plain copy of these rows
     blocks = max(1, shape.stage_piece_bytes // 2 // BLOCK)
     num_pieces = triton.cdiv(call.hidden, blocks * BLOCK)
@@ -48,10 +48,10 @@ def encode_step(call: CombineCall) -> Step:
         combine_encode_kernel, (num_programs(num_rows, num_pieces, shape.stage_programs),),
         call.ctx, call.given("rows"), call.view("combine_in"), call.view("combine_in_weights"),
         call.given("total"), call.view("combine_signals"), call.view("control"),
-        config.num_experts_per_token, num_rows, row_bytes // align, wire_bytes // wire_align, num_pieces,
+        config.num_experts_per_token, num_rows, row_bytes // align, num_pieces,
         call.given("weights"), call.view("combine_in_scales") if codec.scaled else None,
-        FORMAT=codec.format.name, ALIGN=align, WIRE_ALIGN=wire_align, BLOCKS=blocks, BLOCK_K=call.block_k,
-        WAIT=call.wait, TAG=WAIT_TAG, num_warps=shape.stage_warps, waits=call.wait,
+        FORMAT=codec.format.name, ALIGN=align, WIRE_ALIGN=row_alignment(_wire_bytes(call, codec)), BLOCKS=blocks,
+        BLOCK_K=call.block_k, WAIT=call.wait, TAG=WAIT_TAG, num_warps=shape.stage_warps, waits=call.wait,
     )  # fmt: skip
 
 

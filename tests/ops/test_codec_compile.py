@@ -86,3 +86,14 @@ def unpack_cost(name: str, arch: str) -> float:
 def test_instructions_an_element(name: str, most: float, arch: str) -> None:
     """Unpacking and adding, where an H200 may issue about six before arithmetic takes longer than reading a byte."""
     assert unpack_cost(name, arch) <= most
+
+
+@pytest.mark.parametrize("weights", [False, True], ids=["no weights", "weights"])
+@pytest.mark.parametrize("quant", QUANTS)
+def test_gfx1250_whatever_arguments_are_absent(quant: str, weights: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the test of that name in test_compile.py: with Triton 3.6, which preloads arguments, they may not fill 30."""
+    made = launches(Case(hidden=24, weights=weights), monkeypatch, quant_type=quant)
+    for name in ("combine_encode_kernel", "combine_decode_kernel"):
+        preloaded = re.search(r"\.amdhsa_user_sgpr_kernarg_preload_length (\d+)", made[name].compile("gfx1250"))
+        assert preloaded is not None
+        assert int(preloaded[1]) < 30

@@ -72,7 +72,7 @@ def store_codes(rows_ptr, row, num_bytes, values, first_block, FORMAT: tl.conste
 @triton.jit(
     do_not_specialize=[
         "ctx", "rows_ptr", "combine_in_ptr", "combine_in_weights_ptr", "total_ptr", "signals_ptr", "control_ptr",
-        "top_k", "num_rows", "row_units", "wire_units", "num_pieces", "weights_ptr", "scales_ptr",
+        "top_k", "num_rows", "row_units", "num_pieces", "weights_ptr", "scales_ptr",
     ]
 )  # fmt: skip
 def combine_encode_kernel(
@@ -86,8 +86,8 @@ def combine_encode_kernel(
     top_k,
     num_rows,
     row_units,  # bytes of a row / ALIGN
-    wire_units,  # bytes of a wire row / WIRE_ALIGN
     num_pieces,  # pieces of BLOCKS blocks in a row, rounded up
+    # one word more and Triton 3.6 cannot assemble this for gfx1250, see test_gfx1250_whatever_arguments_are_absent
     weights_ptr,  # float32 [num_rows, top_k], local, or None
     scales_ptr,  # symmetric float32 [capacity, blocks of a row], or None: the codec has no scales
     FORMAT: tl.constexpr,
@@ -102,7 +102,9 @@ def combine_encode_kernel(
     if not is_broken(control_ptr):
         total = tl.minimum(tl.load(total_ptr), num_rows)
         hidden = row_units * (ALIGN // 2)
-        num_bytes = wire_units * WIRE_ALIGN
+        # exact, and says what divides it
+        num_bytes = (hidden + 1) // 2 if FORMAT == "e2m1" else hidden
+        num_bytes = num_bytes // WIRE_ALIGN * WIRE_ALIGN
         num_blocks = (hidden + (BLOCK - 1)) // BLOCK
         rows_bits = tl.multiple_of(tl.cast(rows_ptr, tl.pointer_type(tl.int16), bitcast=True), ALIGN)
         first_piece, piece_step, first_row, row_step = program_share(total, num_pieces)
