@@ -265,7 +265,7 @@ def open_tables(
 
     Without a file of this model, another one of the same architecture is taken: of this model used in the other way (a
     GPU for each PE, or one for several), else of another model, first in the same way, by name. The emulated device
-    takes only its own.
+    takes only its own. `IntraNodeLL` without a table for combine takes that of `IntraNode`, whose combine it has.
 
     Raises:
         ArgumentError: the override does not exist, or a file is malformed.
@@ -283,7 +283,10 @@ def open_tables(
         directory = path
     found = []
     for phase in ("dispatch", "combine"):
-        nearest = _find(directory, gpu_arch, gpu_model, kernel_type, ep_size, phase)
+        # one kernel for all of dispatch is all that is different there
+        kind = "IntraNode" if phase == "combine" and kernel_type == "IntraNodeLL" else kernel_type
+        own = _find(directory, gpu_arch, gpu_model, kernel_type, ep_size, phase)
+        nearest = own or _find(directory, gpu_arch, gpu_model, kind, ep_size, phase)
         found.append(load_table(nearest, phase) if nearest else None)
     return EpTuningTables(*found)
 

@@ -176,6 +176,16 @@ def test_own_model_else_the_first_of_the_architecture(tmp_path):
     assert opened(tmp_path, ep_size=4) == (None, 5)
 
 
+def test_combine_of_the_kernel_type_for_small_batches(tmp_path):
+    """Is IntraNode's, unless it has a table of its own."""
+    put(tmp_path, "sm_90_h200_IntraNode_ep8_dispatch.json", "dispatch", 1)
+    put(tmp_path, "sm_90_h200_IntraNode_ep8_combine.json", "combine", 2)
+    assert opened(tmp_path, kernel_type="IntraNodeLL") == (None, 2)
+    put(tmp_path, "sm_90_h100_IntraNodeLL_ep8_combine.json", "combine", 3)
+    assert opened(tmp_path, kernel_type="IntraNodeLL") == (None, 3)
+    assert opened(tmp_path) == (1, 2)
+
+
 def test_one_file_serves_its_own_phase(tmp_path):
     assert opened(put(tmp_path, "any.json", "combine", 3)) == (None, 3)
     assert opened(put(tmp_path, "other.json", "dispatch", 4)) == (4, None)
