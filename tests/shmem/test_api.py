@@ -313,7 +313,7 @@ def test_bad_init_leaves_nothing(monkeypatch):
     with pytest.raises(HeapError, match="too small"):
         shmem.shmem_init_attr(with_id, 0, 1, shmem.shmem_get_unique_id())
     monkeypatch.setenv("MORI_TRITON_DEVICE", "hip" if torch.version.cuda else "cuda")
-    with pytest.raises(StateError, match="this torch .* was built without support for it"):
+    with pytest.raises(StateError, match=r"this torch .* was built without support for it"):
         shmem.shmem_init_attr(with_id, 0, 1, shmem.shmem_get_unique_id())
     assert state.find() is None
 
