@@ -47,15 +47,16 @@ _EMULATED = EpLaunchConfig(
 # rows are staged by few programs with much to do each: how many there are only the device knows
 _GPU_DISPATCH = EpLaunchConfig(
     num_programs=NO_LIMIT, piece_bytes=4096, num_warps=2, route_tokens=16, route_warps=4,
-    stage_programs=528, stage_piece_bytes=16384, stage_warps=8,
+    stage_programs=1056, stage_piece_bytes=8192, stage_warps=16,
 )  # fmt: skip
 _GPU_COMBINE = replace(_GPU_DISPATCH, piece_bytes=2048)
 # few tokens: routing is spread over more programs
 _GPU_FEW = {"route_tokens": 4, "route_warps": 1}
 _FEW_TOKENS = 512
-# a token a program, and few enough registers that the programs of many tokens are resident together: the time is that
-# of latencies, which overlap between programs
+# a token a program, so few registers that many are resident together: latencies overlap between programs
 _GPU_LL = replace(_GPU_DISPATCH, num_programs=1024, num_warps=4, route_tokens=1)
+# few tokens: a whole row at a time
+_GPU_LL_FEW = {"piece_bytes": 16384}
 _EMULATED_LL = replace(_EMULATED, route_tokens=2)
 
 
@@ -117,10 +118,10 @@ def launch_config(
 def _built_in(device_type: str, phase: str, num_tokens: int, is_ll: bool) -> EpLaunchConfig:
     if device_type == "cpu":
         return _EMULATED_LL if is_ll else _EMULATED
+    shape, few = (_GPU_DISPATCH if phase == "dispatch" else _GPU_COMBINE), _GPU_FEW
     if is_ll:
-        return _GPU_LL
-    shape = _GPU_DISPATCH if phase == "dispatch" else _GPU_COMBINE
-    return replace(shape, **_GPU_FEW) if num_tokens <= _FEW_TOKENS else shape
+        shape, few = _GPU_LL, _GPU_LL_FEW
+    return replace(shape, **few) if num_tokens <= _FEW_TOKENS else shape
 
 
 def shape_of_rule(shape: EpLaunchConfig, rule: TuningRule) -> EpLaunchConfig:
