@@ -113,6 +113,13 @@ using Ctx = const MORI_CONSTANT Context *;
 
 MORI_INLINE Ctx context_at(u64 address) { return reinterpret_cast<Ctx>(address); }
 
+// Start to bring the context and the words behind it, where the host keeps the first peer_bases: a signal needs one to find the
+// other.
+MORI_INLINE void prefetch(Ctx ctx) {
+  prefetch(reinterpret_cast<u64>(ctx));
+  prefetch(reinterpret_cast<u64>(ctx) + kContextBytes);
+}
+
 // what release_*() want: the context is read by every operation
 MORI_INLINE u64 warm(Ctx ctx) { return reinterpret_cast<u64>(ctx); }
 

@@ -62,6 +62,10 @@ MORI_EXPORT i32 CTX(my_pe)(u64 ctx) { return fixed(&context_at(ctx)->pe); }
 MORI_EXPORT i32 CTX(n_pes)(u64 ctx) { return fixed(&context_at(ctx)->n_pes); }
 MORI_EXPORT u64 CTX(ptr)(u64 ctx, u64 address, i32 pe) { return translate(context_at(ctx), address, 1, pe); }
 
+MORI_EXPORT i32 CTX(prefetch)(u64 ctx) {
+  prefetch(context_at(ctx));
+  return 0;
+}
 MORI_EXPORT i32 CTX(fence)(u64 ctx) { return fence(context_at(ctx)); }
 MORI_EXPORT i32 CTX(quiet)(u64 ctx) { return fence(context_at(ctx)); }
 MORI_EXPORT i32 CTX(acquire)(u64) { return acquire(); }

@@ -137,6 +137,7 @@ def _ctx_functions() -> dict[str, Function]:
         add(f"wait_{compare}", "uint64 int64 int32 int32", "int64")
     add("wait_all_ge", "uint64 int32 int64 int32", "int64")
     add("arrive_last", "uint64 int32")
+    add("prefetch", "")
     add("report", "int32 int32 int32 uint64 uint64 uint64")
     for scope in _SCOPES:
         for name in ("put", "put_nbi", "get"):

@@ -60,6 +60,12 @@ def remote_ptr(ctx, ptr, pe):
     return externs.ctx_ptr(ctx, ptr, pe).to(ptr.dtype)
 
 
+@triton.jit
+def prefetch(ctx):
+    """A hint for a kernel of few programs that is to signal: load the context and the table of peers meanwhile."""
+    return externs.ctx_prefetch(ctx)
+
+
 # -------------------------------------------------------------------------------------------------------------- signals
 
 

@@ -197,7 +197,8 @@ def last_kernel(ctx, out, counter, parts, N: tl.constexpr):
 
 @triton.jit
 def order_kernel(ctx, data, sig):
-    """Stores, then fence or quiet, then a relaxed store."""
+    """A hint, then stores, fence or quiet, a relaxed store."""
+    shmem.prefetch(ctx)
     tl.store(data + tl.arange(0, 256), tl.arange(0, 256))
     shmem.fence(ctx)
     tl.store(data + 256 + tl.arange(0, 256), tl.arange(0, 256))
