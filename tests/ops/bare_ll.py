@@ -83,10 +83,10 @@ class BareLL:
         launch(
             dispatch_ll_kernel, (max(1, min(num_programs, triton.cdiv(n, block_t))),),
             ctx, rows, torch.from_numpy(mine.indices.copy()).to(self.device), self.forward,
-            self.rows, self.ids, self.weights, self.sources, self.signals, self.slots, self.control,
-            n, case.top_k, case.experts_per_pe, self.capacity, case.max_tokens,
-            case.hidden * 4 // align, SCALE_BYTES // 2, self.total, weights,
+            self.rows, self.ids, self.weights, self.sources, self.signals, self.slots, self.control, self.total,
+            n, case.experts_per_pe, self.capacity, case.max_tokens, SCALE_BYTES // 2, weights,
             scales, None if scales is None else self.scales,
+            ROW=case.hidden * 4, TOP_K=case.top_k,
             ALIGN=align, BLOCK=block, BLOCK_T=block_t, BLOCK_K=triton.next_power_of_2(case.top_k),
             BLOCK_P=triton.next_power_of_2(case.num_pes), SCALE_ALIGN=2, SCALE_BLOCK=4, WAIT=True, TAG=TAG,
             num_warps=num_warps,

@@ -7,28 +7,36 @@ from mori_triton.ops.kernels.rows import row_offset
 
 
 @triton.jit
-def load_carriers(
+def load_ids(
     indices_ptr,  # int32 [num_tokens, top_k], local: global expert ids
     token,  # int32 [T]
     mask_t,  # bool [T]: tokens that are there
     top_k,
-    num_experts_per_rank,
-    num_pes,
     BLOCK_K: tl.constexpr,  # >= top_k
-    BLOCK_P: tl.constexpr,  # >= num_pes
 ):
-    """The ids `[T, BLOCK_K]` (-1 where there is none), and by PE `[T, BLOCK_P]` the column of the first id that lives
-    there, BLOCK_K for a PE that the token does not go to.
-    """
+    """The ids `[T, BLOCK_K]`, -1 where there is none."""
     column = tl.arange(0, BLOCK_K)
     offs = row_offset(token, top_k)[:, None] + column[None, :]
-    ids = tl.load(indices_ptr + offs, mask=mask_t[:, None] & (column < top_k)[None, :], other=-1)
+    return tl.load(indices_ptr + offs, mask=mask_t[:, None] & (column < top_k)[None, :], other=-1)
+
+
+@triton.jit
+def find_carriers(
+    ids,  # int32 [T, BLOCK_K]
+    num_experts_per_rank,
+    num_pes,
+    BLOCK_K: tl.constexpr,
+    BLOCK_P: tl.constexpr,  # >= num_pes
+):
+    """By PE `[T, BLOCK_P]` the column of the first id that lives there, BLOCK_K for a PE that the token does not go
+    to.
+    """
+    column = tl.arange(0, BLOCK_K)
     pe = tl.arange(0, BLOCK_P)[None, :, None]
     # ids of a PE are a range, so that no id is divided; as unsigned numbers those below the range are large
     within = (ids[:, None, :] - pe * num_experts_per_rank).to(tl.uint32, bitcast=True)
     here = (within < num_experts_per_rank.to(tl.uint32)) & (pe < num_pes)
-    carrier = tl.min(tl.where(here, column[None, None, :], BLOCK_K), 2)
-    return ids, carrier
+    return tl.min(tl.where(here, column[None, None, :], BLOCK_K), 2)
 
 
 @triton.jit

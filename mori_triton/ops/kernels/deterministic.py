@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from mori_triton.device import shmem
-from mori_triton.ops.kernels.carriers import load_carriers, store_forward, sums_before
+from mori_triton.ops.kernels.carriers import find_carriers, load_ids, store_forward, sums_before
 from mori_triton.ops.kernels.finish import COUNT_ARRIVALS, DISPATCH_EPOCH, STATUS, is_broken
 from mori_triton.ops.kernels.rows import row_offset
 
@@ -64,9 +64,8 @@ def dispatch_count_kernel(
     if is_broken(control_ptr) == 0:
         for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
             token = block * BLOCK_T + tl.arange(0, BLOCK_T)
-            _, carrier = load_carriers(
-                indices_ptr, token, token < num_tokens, top_k, num_experts_per_rank, num_pes, BLOCK_K, BLOCK_P
-            )
+            ids = load_ids(indices_ptr, token, token < num_tokens, top_k, BLOCK_K)
+            carrier = find_carriers(ids, num_experts_per_rank, num_pes, BLOCK_K, BLOCK_P)
             num_sent = tl.sum((carrier < BLOCK_K).to(tl.int32), 0)
             tl.store(counts_ptr + row_offset(block, num_pes) + pe, num_sent, mask=mask_p)
         if shmem.arrive_last(ctx, control_ptr + COUNT_ARRIVALS, tl.num_programs(0)) != 0:
@@ -121,9 +120,8 @@ def dispatch_assign_kernel(
         for block in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T), tl.num_programs(0)):
             token = block * BLOCK_T + tl.arange(0, BLOCK_T)
             mask_t = token < num_tokens
-            _, carrier = load_carriers(
-                indices_ptr, token, mask_t, top_k, num_experts_per_rank, num_pes, BLOCK_K, BLOCK_P
-            )
+            ids = load_ids(indices_ptr, token, mask_t, top_k, BLOCK_K)
+            carrier = find_carriers(ids, num_experts_per_rank, num_pes, BLOCK_K, BLOCK_P)
             first = base + tl.load(begins_ptr + row_offset(block, num_pes) + pe, mask=mask_p, other=0)
             sent = (carrier < BLOCK_K).to(tl.int32)
             slot = first[None, :] + sums_before(sent, BLOCK_T)
