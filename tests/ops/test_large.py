@@ -55,8 +55,7 @@ def test_f1_f2_no_kernel_multiplies_for_an_address_by_itself() -> None:
         "tl.arange(0, BLOCK_P)[None, :] * capacity",
         "me * max_tokens",
         "block * BLOCK_T",  # token
-        "row_units * UNIT",  # words of a row
-        "row_units * ALIGN",  # bytes of a row
+        "ROW // ALIGN * ((ALIGN + 3) // 4)",  # words of a row
         "scale_units * SCALE_UNIT",
         "pe[:, None] * num_pes",  # within a matrix of PEs
         "me * num_pes",
