@@ -54,6 +54,15 @@ def test_built_in_shapes_are_launchable(device, phase, num_tokens, row_bytes):
     assert shape.num_warps <= 16
 
 
+@pytest.mark.parametrize("kernel_type", ["IntraNode", "IntraNodeLL"])
+@pytest.mark.parametrize("num_tokens", [1, 4096])
+def test_built_in_pieces_have_16_bytes_for_each_thread_of_any_gpu(num_tokens, kernel_type):
+    for phase in ("dispatch", "combine"):
+        shape = launch_config("cuda", phase, num_tokens, 14336, dtype=BF16, top_k=8, kernel_type=kernel_type)
+        assert shape.piece_bytes >= 64 * 16 * shape.num_warps
+        assert shape.stage_piece_bytes >= 64 * 16 * shape.stage_warps
+
+
 def test_a_small_batch_is_routed_by_more_programs():
     small, large = (launch_config("cuda", "dispatch", n, 14336, dtype=BF16, top_k=8) for n in (128, 4096))
     assert small.route_tokens < large.route_tokens
