@@ -44,6 +44,7 @@ def report_kernel(ctx, address_ptr, tag, expected, seen):
 
 @triton.jit(do_not_specialize=["ctx", "signals_ptr", "out_ptr"])
 def two_waits_kernel(ctx, signals_ptr, out_ptr):
+    shmem.prefetch(ctx)
     first = shmem.wait_ge(ctx, signals_ptr, 7, 1, 41)
     second = shmem.wait_ge(ctx, signals_ptr + 1, 1, 1, 42)
     tl.store(out_ptr, first)
