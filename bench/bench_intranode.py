@@ -15,6 +15,7 @@ import torch
 import typer
 
 from bench import clock, plot
+from bench.floor import Rates, rates
 from bench.measure import Method, measure
 from bench.problem import DTYPES, Problem
 from bench.record import COLUMNS
@@ -31,9 +32,9 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part.strip()]
 
 
-def run(results: Results, kind: str, problem: Problem, method: Method) -> list[dict[str, Any]]:
+def run(results: Results, kind: str, problem: Problem, method: Method, memory: Rates) -> list[dict[str, Any]]:
     """Measure a problem and take it down."""
-    rows = [results.add(kind, **row) for row in measure(problem, method)]
+    rows = [results.add(kind, **row) for row in measure(problem, method, memory)]
     if method.device != "cpu":
         torch.cuda.empty_cache()
     return rows
@@ -73,10 +74,16 @@ def main(
     where = torch.device(device)
     results = Results("intranode", out, environment(commit, device))
     resolution = clock.resolution_ns(where)
-    results.add("clock", resolution_ns=resolution)
+    memory = rates(where) if device != "cpu" else rates(where, 1 << 20, 3)
+    if device != "cpu":
+        torch.cuda.empty_cache()
+    results.add("memory", copy_gbs=memory.copy_gbs, fill_gbs=memory.fill_gbs, clock_step_ns=resolution)
     method = Method(device, chain, replays)
     say = console().print
-    say(f"{results.environment['gpu'] or 'emulated device'}; stamps in steps of {resolution:.0f} ns")
+    say(
+        f"{results.environment['gpu'] or 'emulated device'}; stamps in steps of {resolution:.0f} ns; "
+        f"copy {memory.copy_gbs:.0f} GB/s, fill {memory.fill_gbs:.0f} GB/s"
+    )
 
     def problem(num_pes: int, num_tokens: int, dtype: str, kernel_type: str, codec: str = "none") -> Problem:
         fields = () if codec == "none" else (("quant_type", codec),)
@@ -84,21 +91,18 @@ def main(
 
     every = itertools.product(numbers(tokens), kernel_type.split(","), dtype.split(","), codec.split(","))
     for num_tokens, kind, name, quant_type in every:
-        rows = run(results, "round", problem(pes, num_tokens, name, kind, quant_type), method)
+        rows = run(results, "round", problem(pes, num_tokens, name, kind, quant_type), method, memory)
         title = f"{pes} PEs, {num_tokens} tokens each, hidden {hidden}, top-{topk} of {experts}, {name}, {kind}"
         if quant_type != "none":
             title += f", combine {quant_type}"
-        show(f"{title}; copy {rows[0]['copy_gbs']:.0f} GB/s, fill {rows[0]['fill_gbs']:.0f}", rows, COLUMNS["round"])
-    first_dtype, first_kind, brief = (
-        dtype.split(",")[0],
-        kernel_type.split(",")[0],
-        Method(device, chain, replays, False),
-    )
+        show(title, rows, COLUMNS["round"])
+    first_dtype, first_kind = dtype.split(",")[0], kernel_type.split(",")[0]
+    brief = Method(device, chain, replays, alone=False)
     for num_tokens in numbers(scaling):
-        run(results, "scaling", problem(pes, num_tokens, first_dtype, first_kind), brief)
+        run(results, "scaling", problem(pes, num_tokens, first_dtype, first_kind), brief, memory)
     for num_pes in numbers(worlds):
         for num_tokens in numbers(tokens):
-            run(results, "worlds", problem(num_pes, num_tokens, first_dtype, first_kind), brief)
+            run(results, "worlds", problem(num_pes, num_tokens, first_dtype, first_kind), brief, memory)
     for kind, title in (("scaling", "Tokens"), ("worlds", "PEs")):
         rows = sorted(phases_of(results.of(kind)), key=lambda row: row["what"])
         if rows:

@@ -18,7 +18,7 @@ import torch
 import mori_triton as mori
 from bench import clock, problem
 from bench.clock import Times
-from bench.floor import PEER_GPU, PEERS, Rates, Traffic, floor_us, rates
+from bench.floor import PEER_GPU, PEERS, Rates, Traffic, floor_us
 from bench.problem import Inputs, Problem
 from mori_triton import ops
 from mori_triton.host import state as host_state
@@ -78,6 +78,7 @@ class Measured:
                 "gbs": num_bytes / times.median / 1e3,
                 "ps_per_byte": times.median * 1e6 / num_bytes,
                 "bytes": num_bytes,
+                "write_us": floor_us(self.traffic.written_bytes_of(what), self.rates.fill_gbs),
                 "rows": self.traffic.num_rows,
                 "copy_gbs": self.rates.copy_gbs,
                 "fill_gbs": self.rates.fill_gbs,
@@ -99,12 +100,12 @@ def _peer_us(this: Problem, what: str) -> float | None:
     return None if None in parts else float(sum(part for part in parts if part is not None))
 
 
-def measure(this: Problem, method: Method) -> list[dict[str, Any]]:
-    """Run the problem on a world of its own and return its measurements; raises AssertionError on a wrong element."""
-    gpu = method.device != "cpu"
-    memory = rates(torch.device(method.device)) if gpu else rates(torch.device("cpu"), 1 << 20, 3)
-    if gpu:
-        torch.cuda.empty_cache()
+def measure(this: Problem, method: Method, memory: Rates) -> list[dict[str, Any]]:
+    """Run the problem on a world of its own and return its measurements; raises AssertionError on a wrong element.
+
+    Args:
+        memory: what floors are made of, measured in the same run.
+    """
     measured = Measured(this, method, memory)
     world = mori.local_world(this.num_pes, device=method.device, heap_size=this.heap_bytes(), timeout_s=TIMEOUT_S)
     world.run(lambda pe: _Pe(pe, world, measured).run())

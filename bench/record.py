@@ -20,6 +20,7 @@ COLUMNS = {
         Column("skew_us", "skew, µs", ".1f"),
         Column("floor_us", "floor, µs", ".1f"),
         Column("ratio", "/ floor", ".3f"),
+        Column("write_us", "writes alone, µs", ".1f"),
         Column("gbs", "GB/s", ".0f"),
         Column("peer_us", "DeepEP, µs (elsewhere)", ".0f"),
         Column("peer_ratio", "times faster", ".1f"),
@@ -65,7 +66,7 @@ def _groups(rows: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]
             title = "{pes} PEs, {tokens} tokens each, hidden {hidden}, top-{top_k} of {experts}, {dtype}, {kernel_type}"
             if row["codec"] != "none":
                 title += ", combine {codec}"
-            title = title.format_map(row) + f"; copy {row['copy_gbs']:.0f} GB/s, fill {row['fill_gbs']:.0f}"
+            title = title.format_map(row)
         groups.setdefault(title, []).append(row)
     return list(groups.items())
 

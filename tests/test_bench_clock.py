@@ -40,6 +40,20 @@ def test_bytes_are_those_of_rows_and_tokens_counted_one_by_one(dtype: str, codec
         got.bytes_of("dispatch+combine")
 
 
+def test_written_bytes_are_rows_of_dispatch_and_tokens_of_combine() -> None:
+    traffic = floor.Traffic(num_tokens=10, num_rows=30, dispatch_row_bytes=7, combine_row_bytes=11, wire_row_bytes=5)
+    assert traffic.written_bytes_of("dispatch") == 30 * 7
+    assert traffic.written_bytes_of("combine") == 10 * 11
+    assert traffic.written_bytes_of("dispatch + external combine") == 30 * 7 + 30 * 5 + 10 * 11
+
+
+def test_rates_are_of_bytes_read_and_written() -> None:
+    got = floor.rates(torch.device("cpu"), 1 << 22, 5, 2)
+    # a copy counts each byte twice; no memory is faster than 100 TB/s, none slower than 10 MB/s
+    assert 0.01 < got.fill_gbs < 1e5
+    assert 0.01 < got.copy_gbs < 1e5
+
+
 def test_floor_is_bytes_over_rate() -> None:
     # 4.3 * 10^12 bytes a second
     assert floor.floor_us(4_300_000_000, 4300.0) == pytest.approx(1000.0)

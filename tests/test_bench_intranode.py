@@ -235,9 +235,8 @@ def test_graphs_of_all_pes_are_captured_replayed_and_checked(kernel_type: str, m
     monkeypatch.setattr(gpu, "Gpus", FakeGpus)
     monkeypatch.setattr(gpus, "check_available", lambda device: None)
     monkeypatch.setattr(clock, "event_times", times)
-    monkeypatch.setattr(measure, "rates", lambda *args: floor.Rates(1.0, 1.0))
     this = Problem(3, 5, hidden=264, top_k=4, experts=12, kernel_type=kernel_type)
-    rows = measure.measure(this, measure.Method("cuda", chain=2, replays=2))
+    rows = measure.measure(this, measure.Method("cuda", chain=2, replays=2), floor.Rates(1.0, 1.0))
     # two pairs as a chain, by phases and as one round; three phases alone, two of them also as a chain
     assert len(replayed) == 2 * 3 + 3 + 2
     assert all(isinstance(graph, FakeGraph) for graph in replayed)
