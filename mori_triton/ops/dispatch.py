@@ -131,10 +131,11 @@ def copy_step(call: DispatchCall) -> Step:
     n, k, config, shape, data = len(call.tokens), call.config.num_experts_per_token, call.config, call.shape, call.data
     row_bytes = data.tokens.shape[1] * data.tokens.itemsize
     align = row_alignment(row_bytes, data.tokens.data_ptr())
+    grid = piece_grid(n, row_bytes, shape.piece_bytes, shape.num_programs)
     scales = call.given("scales")
     scale_align = 1 if data.scales is None else row_alignment(config.scale_bytes, data.scales.data_ptr())
     return call.step(
-        dispatch_copy_kernel, piece_grid(n, row_bytes, shape.piece_bytes, shape.num_programs),
+        dispatch_copy_kernel, grid,
         call.ctx, call.given("tokens"), call.given("indices"), call.given("forward"),
         call.view("recv_tokens"),
         call.view("recv_indices"),
@@ -147,6 +148,7 @@ def copy_step(call: DispatchCall) -> Step:
         ROW_UNITS=row_bytes // align, ALIGN=align, BLOCK=shape.piece_bytes // min(align, 4), TOP_K=k,
         BLOCK_K=call.block_k, CHUNK=call.chunk, SCALE_UNITS=config.scale_bytes // scale_align, SCALE_ALIGN=scale_align,
         SCALE_BLOCK=max(64, triton.next_power_of_2(config.scale_bytes // min(scale_align, 4))),
+        SINGLE=grid == (triton.cdiv(row_bytes, shape.piece_bytes), n),
         WAIT=call.wait, TAG=WAIT_TAG, num_warps=shape.num_warps, waits=call.wait,
     )  # fmt: skip
 

@@ -80,6 +80,71 @@ def dispatch_route_kernel(
         tl.store(forward_ptr + offs, forward, mask=mask)
 
 
+@triton.jit
+def copy_piece(
+    bases,
+    heap,
+    works,
+    tokens_ptr,
+    indices_ptr,
+    forward_ptr,
+    weights_ptr,
+    scales_ptr,
+    recv_tokens_ptr,
+    recv_indices_ptr,
+    recv_weights_ptr,
+    recv_sources_ptr,
+    recv_scales_ptr,
+    token,
+    piece,
+    source,
+    capacity,
+    inverse,
+    shift,
+    ROW_UNITS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SCALE_UNITS: tl.constexpr,
+    SCALE_ALIGN: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+):
+    """Write one piece of a token to its slots, loaded once; one piece of each token takes the small rows along.
+
+    Arguments are those of `dispatch_copy_kernel`. Nothing is written unless it `works`.
+    """
+    ROW_WORDS: tl.constexpr = ROW_UNITS * ((ALIGN + 3) // 4)
+    NUM_PIECES: tl.constexpr = (ROW_WORDS + BLOCK - 1) // BLOCK
+    offs = piece * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < ROW_WORDS
+    row = tl.load(as_words(tokens_ptr, ALIGN) + row_offset(token, ROW_WORDS) + offs, mask=mask)
+    for first in range(0, TOP_K, CHUNK):
+        targets = load_targets(forward_ptr, token, TOP_K, first, CHUNK)
+        # every address before the first store, which could be to the table for all the compiler knows
+        rows = ()
+        for j in tl.static_range(CHUNK):
+            pe, slot = split_target(tl.maximum(targets[j], 0), capacity, inverse, shift)
+            there = as_words(at_peer(bases, heap, recv_tokens_ptr, pe), ALIGN)
+            rows += (there + row_offset(slot, ROW_WORDS),)  # type: ignore[assignment]
+        for j in tl.static_range(CHUNK):
+            if (targets[j] >= 0) & works:
+                tl.store(rows[j] + offs, row, mask=mask, cache_modifier=".cs")
+    # not always the same piece
+    if (token % NUM_PIECES == piece) & works:
+        copy_metadata(
+            bases, heap, forward_ptr, indices_ptr, weights_ptr,
+            recv_indices_ptr, recv_weights_ptr, recv_sources_ptr,
+            token, source + token, TOP_K, capacity, inverse, shift, BLOCK_K,
+        )  # fmt: skip
+        if scales_ptr is not None:
+            copy_scales(
+                bases, heap, forward_ptr, scales_ptr, recv_scales_ptr,
+                token, TOP_K, capacity, inverse, shift, SCALE_UNITS, SCALE_ALIGN, SCALE_BLOCK,
+            )  # fmt: skip
+
+
 @triton.jit(
     do_not_specialize=[
         "ctx", "tokens_ptr", "indices_ptr", "forward_ptr", "recv_tokens_ptr", "recv_indices_ptr", "recv_weights_ptr",
@@ -118,6 +183,7 @@ def dispatch_copy_kernel(
     SCALE_UNITS: tl.constexpr,  # bytes of a scale row / SCALE_ALIGN
     SCALE_ALIGN: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,  # >= words of a scale row
+    SINGLE: tl.constexpr,  # whether there is a program for each piece of each token
     WAIT: tl.constexpr,  # whether the last program also waits for the peers and finishes
     TAG: tl.constexpr,  # names this wait in error records
 ):
@@ -128,36 +194,24 @@ def dispatch_copy_kernel(
     # a number, not a branch around everything, so that the first loads need not wait for this one
     works = is_broken(control_ptr) == 0
     bases, heap = peer_table(ctx)
-    ROW_WORDS: tl.constexpr = ROW_UNITS * ((ALIGN + 3) // 4)
-    NUM_PIECES: tl.constexpr = (ROW_WORDS + BLOCK - 1) // BLOCK
-    for piece in range(tl.program_id(0), NUM_PIECES, tl.num_programs(0)):
-        offs = piece * BLOCK + tl.arange(0, BLOCK)
-        mask = offs < ROW_WORDS
-        for token in range(tl.program_id(1), num_tokens, tl.num_programs(1)):
-            row = tl.load(as_words(tokens_ptr, ALIGN) + row_offset(token, ROW_WORDS) + offs, mask=mask)
-            for first in range(0, TOP_K, CHUNK):
-                targets = load_targets(forward_ptr, token, TOP_K, first, CHUNK)
-                # every address before the first store, which could be to the table for all the compiler knows
-                rows = ()
-                for j in tl.static_range(CHUNK):
-                    pe, slot = split_target(tl.maximum(targets[j], 0), capacity, inverse, shift)
-                    there = as_words(at_peer(bases, heap, recv_tokens_ptr, pe), ALIGN)
-                    rows += (there + row_offset(slot, ROW_WORDS),)  # type: ignore[assignment]
-                for j in tl.static_range(CHUNK):
-                    if (targets[j] >= 0) & works:
-                        tl.store(rows[j] + offs, row, mask=mask, cache_modifier=".cs")
-            # the small rows travel with one of the pieces, not always the same
-            if (token % NUM_PIECES == piece) & works:
-                copy_metadata(
-                    bases, heap, forward_ptr, indices_ptr, weights_ptr,
-                    recv_indices_ptr, recv_weights_ptr, recv_sources_ptr,
-                    token, shmem.my_pe(ctx) * max_tokens + token, TOP_K, capacity, inverse, shift, BLOCK_K,
+    NUM_PIECES: tl.constexpr = (ROW_UNITS * ((ALIGN + 3) // 4) + BLOCK - 1) // BLOCK
+    source = shmem.my_pe(ctx) * max_tokens
+    if SINGLE:
+        copy_piece(
+            bases, heap, works, tokens_ptr, indices_ptr, forward_ptr, weights_ptr, scales_ptr,
+            recv_tokens_ptr, recv_indices_ptr, recv_weights_ptr, recv_sources_ptr, recv_scales_ptr,
+            tl.program_id(1), tl.program_id(0), source, capacity, inverse, shift,
+            ROW_UNITS, ALIGN, BLOCK, TOP_K, BLOCK_K, CHUNK, SCALE_UNITS, SCALE_ALIGN, SCALE_BLOCK,
+        )  # fmt: skip
+    else:
+        for piece in range(tl.program_id(0), NUM_PIECES, tl.num_programs(0)):
+            for token in range(tl.program_id(1), num_tokens, tl.num_programs(1)):
+                copy_piece(
+                    bases, heap, works, tokens_ptr, indices_ptr, forward_ptr, weights_ptr, scales_ptr,
+                    recv_tokens_ptr, recv_indices_ptr, recv_weights_ptr, recv_sources_ptr, recv_scales_ptr,
+                    token, piece, source, capacity, inverse, shift,
+                    ROW_UNITS, ALIGN, BLOCK, TOP_K, BLOCK_K, CHUNK, SCALE_UNITS, SCALE_ALIGN, SCALE_BLOCK,
                 )  # fmt: skip
-                if scales_ptr is not None:
-                    copy_scales(
-                        bases, heap, forward_ptr, scales_ptr, recv_scales_ptr,
-                        token, TOP_K, capacity, inverse, shift, SCALE_UNITS, SCALE_ALIGN, SCALE_BLOCK,
-                    )  # fmt: skip
     if works:
         last = signal_last(ctx, signals_ptr, control_ptr, DISPATCH_ARRIVALS, DISPATCH_EPOCH)
         if WAIT:  # noqa: SIM102 - Triton decides this one while compiling
