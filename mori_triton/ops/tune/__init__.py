@@ -43,7 +43,7 @@ _REPEATS = 7
 # calls at these sizes are searched through the grid first; the others start from the nearest of them
 _CALIBRATED = (128, 4096)
 # a calibrated call gets as much time as so many others
-_CALIBRATION_SHARE = 4
+_CALIBRATION_SHARE = 6
 _HEAP_SLACK = 64 << 20
 
 
