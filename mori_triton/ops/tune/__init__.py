@@ -28,7 +28,7 @@ from mori_triton.ops.tune.search import Call, axes_of, grids_of, search
 from mori_triton.ops.tune.timing import COPY_BYTES, copy_rate_gbs
 from mori_triton.ops.tuning import PHASES, EpLaunchConfig, device_names, launch_config, shape_of_rule
 from mori_triton.ops.tuning_tables import SHARED, TuningRule, file_name, load_table, save_table
-from mori_triton.world import LocalWorld, local_world
+from mori_triton.world import local_world
 
 __all__ = ["Outcome", "Problem", "calls_of", "tune"]
 
@@ -138,7 +138,7 @@ def tune(
     def program(pe: int) -> None:
         bench = PeBench(problem, board)
         if pe == 0:
-            lead = _Lead(bench, world, out, journal, fresh, budget_s)
+            lead = _Lead(bench, out, journal, fresh, budget_s)
             for call in calls_of(problem):
                 # a capture begins with a collection: spare it what was loaded long ago
                 gc.collect()
@@ -196,9 +196,7 @@ def _act(bench: PeBench, said: dict[str, Any]) -> Any:
 class _Lead:
     """PE 0: decides, writes the journal and the tables."""
 
-    def __init__(
-        self, bench: PeBench, world: LocalWorld, out: Path, journal: Path | None, fresh: bool, budget_s: float
-    ) -> None:
+    def __init__(self, bench: PeBench, out: Path, journal: Path | None, fresh: bool, budget_s: float) -> None:
         self.bench, self.problem, self.out = bench, bench.problem, out
         self.device = bench.device
         num_gpus = 1 if self.device.type == "cpu" else min(torch.cuda.device_count(), self.problem.ep_size)
