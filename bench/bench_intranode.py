@@ -18,7 +18,7 @@ from bench import clock, plot
 from bench.floor import Rates, rates
 from bench.measure import Method, measure
 from bench.problem import DTYPES, Problem
-from bench.record import COLUMNS
+from bench.record import COLUMNS, phases_of
 from bench.report import Results, console, environment, show
 from mori_triton.errors import require
 from mori_triton.ops.formats import QUANT_TYPES
@@ -104,21 +104,13 @@ def main(
         for num_tokens in numbers(tokens):
             run(results, "worlds", problem(num_pes, num_tokens, first_dtype, first_kind), brief, memory)
     for kind, title in (("scaling", "Tokens"), ("worlds", "PEs")):
-        rows = sorted(phases_of(results.of(kind)), key=lambda row: row["what"])
+        rows = phases_of(results.of(kind))
         if rows:
             show(f"{title}: {first_dtype}, {first_kind}, phases in a graph of {chain}", rows, COLUMNS[kind])
     if results.path is not None:
         say(f"wrote {results.path}")
         drawn = plot.intranode(results.rows, results.path.with_suffix(".png"), results.environment)
         say(f"wrote {drawn}" if drawn else "no plot: matplotlib is not installed (the extra `plot`)")
-
-
-def phases_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows that time a phase within chained rounds, dispatch only beside zero copy, and the chained pairs."""
-    wanted = [row for row in rows if row["how"].startswith("phase in")]
-    wanted = [row for row in wanted if row["what"] != "dispatch" or row["pair"] == "dispatch + combine"]
-    whole = {f"graph of {row['chain']}, {by}" for row in rows for by in ("events", "host clock")}
-    return wanted + [row for row in rows if " + " in row["what"] and row["how"] in whole]
 
 
 if __name__ == "__main__":

@@ -33,10 +33,15 @@ def intranode(rows: Sequence[Mapping[str, Any]], path: Path, environment: Mappin
     if scaling:
         axis = axes[0][-1]
         for what, color in _COLORS.items():
-            line = sorted((row["tokens"], row["ps_per_byte"]) for row in scaling if row["what"] == what)
+            of = [
+                row for row in scaling if row["what"] == what and (what != "dispatch" or "external" not in row["pair"])
+            ]
+            line = sorted((row["tokens"], row["ps_per_byte"]) for row in of)
             axis.plot(*zip(*line, strict=True), marker="o", color=color, label=what)
         axis.axhline(1e3 / scaling[0]["copy_gbs"], color="black", linestyle=":", label="copy")
         axis.set_xscale("log", base=2)
+        numbers = sorted({row["tokens"] for row in scaling})
+        axis.set_xticks(numbers, [f"{number:,}" for number in numbers])
         axis.set_ylim(bottom=0)
         axis.set(xlabel="tokens per PE", ylabel="ps per byte moved", title="Scaling")
         axis.legend()

@@ -68,6 +68,9 @@ def _groups(rows: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]
                 title += ", combine {codec}"
             title = title.format_map(row)
         groups.setdefault(title, []).append(row)
+    for kind in ("scaling", "worlds"):
+        if kind in groups:
+            groups[kind] = phases_of(groups[kind])
     return list(groups.items())
 
 
@@ -80,6 +83,15 @@ def _columns(group: list[dict[str, Any]]) -> list[Column]:
         left_out = (*_ENVIRONMENT, "bench", "kind")
         columns = tuple(Column(name, None, ".5g" if numbers[name] else "") for name in names if name not in left_out)
     return [column for column in columns if any(row.get(column.key) is not None for row in group)]
+
+
+def phases_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that time a phase of chained rounds, dispatch only beside zero copy, and the chained pairs; by what."""
+    wanted = [row for row in rows if row["how"].startswith("phase in")]
+    wanted = [row for row in wanted if row["what"] != "dispatch" or row["pair"] == "dispatch + combine"]
+    whole = {f"graph of {row['chain']}, {by}" for row in rows for by in ("events", "host clock")}
+    wanted += [row for row in rows if " + " in row["what"] and row["how"] in whole]
+    return sorted(wanted, key=lambda row: str(row["what"]))
 
 
 def write(path: Path, target: Path) -> Path:

@@ -48,10 +48,27 @@ def environment(commit: str | None = None, device: str = "cuda") -> dict[str, An
 
 
 def _command() -> str:
-    """As typed, with the script's path from the repository's root."""
+    """As typed, the script's path from the repository's root; without where results go and what the commit is."""
     script = Path(sys.argv[0]).resolve()
     name = script.relative_to(ROOT).as_posix() if script.is_relative_to(ROOT) else script.name
-    return shlex.join(["python3", name, *sys.argv[1:]])
+    words, left_out = iter(sys.argv[1:]), ("--out", "--commit")
+    kept = []
+    for word in words:
+        if word in left_out:
+            next(words, None)
+        elif word.split("=")[0] not in left_out:
+            kept.append(word)
+    return shlex.join(["python3", name, *kept])
+
+
+def _cpu() -> str:
+    """The processor's name, where Linux says it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def _run(*command: str) -> str | None:
@@ -70,7 +87,7 @@ def _commit() -> str:
 
 
 def _no_gpu() -> dict[str, Any]:
-    return {"gpu": None, "num_gpus": 0, "driver": None, "cpu": platform.processor() or platform.machine()}
+    return {"gpu": None, "num_gpus": 0, "driver": None, "cpu": _cpu()}
 
 
 def _gpu() -> dict[str, Any]:
@@ -83,7 +100,7 @@ def _gpu() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(0),
         "num_gpus": torch.cuda.device_count(),
         "driver": driver.splitlines()[0] if driver else None,
-        "cpu": platform.processor() or platform.machine(),
+        "cpu": _cpu(),
     }
 
 

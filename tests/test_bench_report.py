@@ -48,9 +48,13 @@ def test_without_a_directory_nothing_is_written() -> None:
 
 
 def test_environment_names_what_a_result_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", [str(report.ROOT / "bench" / "bench_intranode.py"), "--out", "some where"])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [str(report.ROOT / "bench" / "bench_intranode.py"), "--tokens", "1, 2", "--out", "there", "--commit=x"],
+    )
     got = report.environment("abc123", device="cpu")
-    assert got["command"] == "python3 bench/bench_intranode.py --out 'some where'"
+    assert got["command"] == "python3 bench/bench_intranode.py --tokens '1, 2'"
     assert got["commit"] == "abc123"
     assert got["gpu"] is None
     assert all(got[name] for name in ("date", "python", "torch", "triton", "cpu"))
