@@ -100,7 +100,7 @@ def copy_step(call: CombineCall) -> Step:
         call.given("total"), call.view("combine_signals"), call.view("control"),
         k, call.num_rows,
         ROW_UNITS=row_bytes // align, ALIGN=align, BLOCK=shape.stage_piece_bytes // min(align, 4), BLOCK_K=call.block_k,
-        WAIT=call.wait, TAG=WAIT_TAG, num_warps=shape.stage_warps, waits=call.wait,
+        WAIT=call.wait, TAG=WAIT_TAG, num_warps=shape.stage_warps if copied else 1, waits=call.wait,
     )  # fmt: skip
 
 

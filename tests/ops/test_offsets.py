@@ -101,7 +101,7 @@ def test_f2_no_kernel_multiplies_for_an_address_by_itself() -> None:
         "tl.program_id(1) * tl.num_programs(0)",
         "scale_units * SCALE_UNIT",
         "piece * BLOCK",  # within a row
-        "shmem.my_pe(ctx) * max_tokens",  # < 2^31 by the config
+        "me * max_tokens",  # < 2^31 by the config
         "tl.cast(row, tl.int64) * row_size",  # row_offset itself
         "to * 0",
     }

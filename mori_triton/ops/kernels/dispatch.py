@@ -101,13 +101,13 @@ def copy_piece(
     capacity,
     inverse,
     shift,
+    scale_units,
     ROW_UNITS: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
-    SCALE_UNITS: tl.constexpr,
     SCALE_ALIGN: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
 ):
@@ -141,7 +141,7 @@ def copy_piece(
         if scales_ptr is not None:
             copy_scales(
                 bases, heap, forward_ptr, scales_ptr, recv_scales_ptr,
-                token, TOP_K, capacity, inverse, shift, SCALE_UNITS, SCALE_ALIGN, SCALE_BLOCK,
+                token, TOP_K, capacity, inverse, shift, scale_units, SCALE_ALIGN, SCALE_BLOCK,
             )  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def copy_piece(
     do_not_specialize=[
         "ctx", "tokens_ptr", "indices_ptr", "forward_ptr", "recv_tokens_ptr", "recv_indices_ptr", "recv_weights_ptr",
         "recv_sources_ptr", "signals_ptr", "control_ptr", "total_ptr", "num_tokens", "capacity", "inverse", "shift",
-        "max_tokens", "slots_ptr", "weights_ptr", "scales_ptr", "recv_scales_ptr",
+        "max_tokens", "me", "scale_units", "slots_ptr", "weights_ptr", "scales_ptr", "recv_scales_ptr",
     ]
 )  # fmt: skip
 def dispatch_copy_kernel(
@@ -169,7 +169,9 @@ def dispatch_copy_kernel(
     inverse,  # of `ops.calls.inverse_of(capacity)`
     shift,
     max_tokens,
-    # these may be None; the words before them are 27, so that no number of them makes 30, which gfx1250 cannot preload
+    me,  # this PE
+    scale_units,  # bytes of a scale row / SCALE_ALIGN
+    # these may be None; the words before them are 29, so that no number of them makes 30, which gfx1250 cannot preload
     slots_ptr,  # symmetric int32 [1], this PE's own, or None: a replay
     weights_ptr,  # float32 [num_tokens, TOP_K], local, or None
     scales_ptr,  # [num_tokens, scale row], bytes, local, or None
@@ -180,7 +182,6 @@ def dispatch_copy_kernel(
     TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr,  # >= TOP_K
     CHUNK: tl.constexpr,  # ids of a token whose targets are loaded at a time
-    SCALE_UNITS: tl.constexpr,  # bytes of a scale row / SCALE_ALIGN
     SCALE_ALIGN: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,  # >= words of a scale row
     SINGLE: tl.constexpr,  # whether there is a program for each piece of each token
@@ -195,13 +196,13 @@ def dispatch_copy_kernel(
     works = is_broken(control_ptr) == 0
     bases, heap = peer_table(ctx)
     NUM_PIECES: tl.constexpr = (ROW_UNITS * ((ALIGN + 3) // 4) + BLOCK - 1) // BLOCK
-    source = shmem.my_pe(ctx) * max_tokens
+    source = me * max_tokens
     if SINGLE:
         copy_piece(
             bases, heap, works, tokens_ptr, indices_ptr, forward_ptr, weights_ptr, scales_ptr,
             recv_tokens_ptr, recv_indices_ptr, recv_weights_ptr, recv_sources_ptr, recv_scales_ptr,
-            tl.program_id(1), tl.program_id(0), source, capacity, inverse, shift,
-            ROW_UNITS, ALIGN, BLOCK, TOP_K, BLOCK_K, CHUNK, SCALE_UNITS, SCALE_ALIGN, SCALE_BLOCK,
+            tl.program_id(1), tl.program_id(0), source, capacity, inverse, shift, scale_units,
+            ROW_UNITS, ALIGN, BLOCK, TOP_K, BLOCK_K, CHUNK, SCALE_ALIGN, SCALE_BLOCK,
         )  # fmt: skip
     else:
         for piece in range(tl.program_id(0), NUM_PIECES, tl.num_programs(0)):
@@ -209,8 +210,8 @@ def dispatch_copy_kernel(
                 copy_piece(
                     bases, heap, works, tokens_ptr, indices_ptr, forward_ptr, weights_ptr, scales_ptr,
                     recv_tokens_ptr, recv_indices_ptr, recv_weights_ptr, recv_sources_ptr, recv_scales_ptr,
-                    token, piece, source, capacity, inverse, shift,
-                    ROW_UNITS, ALIGN, BLOCK, TOP_K, BLOCK_K, CHUNK, SCALE_UNITS, SCALE_ALIGN, SCALE_BLOCK,
+                    token, piece, source, capacity, inverse, shift, scale_units,
+                    ROW_UNITS, ALIGN, BLOCK, TOP_K, BLOCK_K, CHUNK, SCALE_ALIGN, SCALE_BLOCK,
                 )  # fmt: skip
     if works:
         last = signal_last(ctx, signals_ptr, control_ptr, DISPATCH_ARRIVALS, DISPATCH_EPOCH)
