@@ -1,6 +1,6 @@
 """Dispatch and combine of PEs on the GPUs of this machine, beside the time that memory allows.
 
-    python bench/bench_intranode.py --out docs/measurements/data     # PYTHONPATH=. where the package is not installed
+    python bench/bench_intranode.py --out docs/measurements     # PYTHONPATH=. where the package is not installed
 
 docs/benchmarks.md says what is timed and how. Every element is compared before anything is timed and afterwards.
 """
@@ -69,7 +69,7 @@ def main(
         require(experts % num_pes == 0, "experts", f"a multiple of {num_pes} PEs", experts)
     if device == "cpu":
         # every PE has a receive buffer for every PE's tokens, and a row takes the emulated device a while
-        most = max(pes, *numbers(worlds), 1) ** 2 * max(*numbers(tokens), *numbers(scaling), 1) * hidden
+        most = max([pes, *numbers(worlds)]) ** 2 * max([1, *numbers(tokens), *numbers(scaling)]) * hidden
         require(most <= _MOST_EMULATED, "PEs * PEs * tokens * hidden on the CPU", f"at most {_MOST_EMULATED}", most)
     where = torch.device(device)
     results = Results("intranode", out, environment(commit, device))
