@@ -8,6 +8,7 @@ them; `reduce` starts when that kernel has ended, so none of its programs waits.
 import triton
 import triton.language as tl
 
+from mori_triton.device import shmem
 from mori_triton.ops.kernels.finish import (
     COMBINE_ARRIVALS,
     COMBINE_EPOCH,
@@ -43,6 +44,8 @@ def combine_copy_kernel(
     TAG: tl.constexpr,  # names this wait in error records
 ):
     """Put this PE's rows where peers read them; the last program tells every peer. Programs (piece, row)."""
+    # with nothing to copy this is one program, which would wait for memory three times over
+    shmem.prefetch(ctx)
     if not is_broken(control_ptr):
         total = tl.minimum(tl.load(total_ptr), num_rows)
         if rows_ptr is not None:
@@ -75,6 +78,7 @@ def combine_recv_kernel(
     TAG: tl.constexpr,
 ):
     """One program: the wait of a combine whose `copy` did not wait."""
+    shmem.prefetch(ctx)
     if not is_broken(control_ptr):
         finish_combine(ctx, signals_ptr, control_ptr, TAG)
 

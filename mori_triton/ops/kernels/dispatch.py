@@ -231,5 +231,6 @@ def dispatch_recv_kernel(
     TAG: tl.constexpr,
 ):
     """One program: the wait and the end of a dispatch whose `copy` did not wait."""
+    shmem.prefetch(ctx)
     if not is_broken(control_ptr):
         finish_dispatch(ctx, signals_ptr, slots_ptr, total_ptr, control_ptr, capacity, TAG)

@@ -108,6 +108,7 @@ def sync_kernel(
 
     Between two dispatches, or two combines, nothing else tells a PE that its peers are done with what the first left.
     """
+    shmem.prefetch(ctx)
     if not is_broken(control_ptr):  # noqa: SIM102 - two loads, not one condition
         if tl.load(control_ptr + LAST) == kind:
             shmem.signal_set_all(ctx, signals_ptr + shmem.my_pe(ctx), tl.load(control_ptr + SYNC_EPOCH) + 1)
