@@ -99,15 +99,9 @@ def dispatch_ll_kernel(
         slot = first[None, :] + sums_before(sent, BLOCK_T)
         # a slot past the end is given out but not used: the receiver sees how many were asked for
         slot = tl.where((sent > 0) & (slot < capacity), slot, -1)
-        # [BLOCK_T, BLOCK_P]
-        row = recv_tokens_ptr.to(tl.int64) + shift[None, :] + row_offset(slot, ROW)
-        row = tl.where(slot >= 0, row, 0)
-        for start in range(0, ROW_WORDS, BLOCK):
-            # the next piece; nothing after the last
-            next_offs = start + BLOCK + offs
-            ahead = tl.load(source + start + BLOCK, mask=mask_t[:, None] & (next_offs < ROW_WORDS)[None, :])
-            _store_pieces(row, words, start + offs, num_pes, ROW_WORDS, ALIGN, BLOCK_P)
-            words = ahead
+        # what is small goes while the rows are still on their way here, and holds no registers afterwards
+        if works:
+            store_forward(forward_ptr, token, mask_t, carrier, slot, TOP_K, capacity, BLOCK_K, BLOCK_P)
         # the small rows of all PEs at once: [BLOCK_T, BLOCK_P, BLOCK_K]
         mask_k = (slot >= 0)[:, :, None] & (column < TOP_K)[None, None, :]
         to_k = row_offset(slot, TOP_K)[:, :, None] + column[None, None, :]
@@ -119,6 +113,15 @@ def dispatch_ll_kernel(
         recv_sources = (recv_sources_ptr.to(tl.int64) + shift).to(recv_sources_ptr.dtype)
         me = shmem.my_pe(ctx)
         tl.store(recv_sources[None, :] + slot, (me * max_tokens + token)[:, None], mask=slot >= 0)
+        # [BLOCK_T, BLOCK_P]
+        row = recv_tokens_ptr.to(tl.int64) + shift[None, :] + row_offset(slot, ROW)
+        row = tl.where(slot >= 0, row, 0)
+        for start in range(0, ROW_WORDS, BLOCK):
+            # the next piece; nothing after the last
+            next_offs = start + BLOCK + offs
+            ahead = tl.load(source + start + BLOCK, mask=mask_t[:, None] & (next_offs < ROW_WORDS)[None, :])
+            _store_pieces(row, words, start + offs, num_pes, ROW_WORDS, ALIGN, BLOCK_P)
+            words = ahead
         if scales_ptr is not None:
             offs_s = tl.arange(0, SCALE_BLOCK)
             scale_words = scale_units * SCALE_UNIT
@@ -129,8 +132,6 @@ def dispatch_ll_kernel(
                 to_scales = as_words(shmem.remote_ptr(ctx, recv_scales_ptr, to_pe), SCALE_ALIGN)
                 to_scales += row_offset(to_slot, scale_words)[:, None] + offs_s[None, :]
                 tl.store(to_scales, scales, mask=(to_slot >= 0)[:, None] & (offs_s < scale_words)[None, :])
-        if works:
-            store_forward(forward_ptr, token, mask_t, carrier, slot, TOP_K, capacity, BLOCK_K, BLOCK_P)
     if is_broken(control_ptr) == 0:  # noqa: SIM102 - `and` would evaluate both sides: a broken op must not arrive
         if signal_last(ctx, signals_ptr, control_ptr, DISPATCH_ARRIVALS, DISPATCH_EPOCH) != 0:  # noqa: SIM102
             if WAIT:
