@@ -53,10 +53,8 @@ _GPU_COMBINE = replace(_GPU_DISPATCH, piece_bytes=2048)
 # few tokens: routing is spread over more programs
 _GPU_FEW = {"route_tokens": 4, "route_warps": 1}
 _FEW_TOKENS = 512
-# a token a program, so few registers that many are resident together: latencies overlap between programs
-_GPU_LL = replace(_GPU_DISPATCH, num_programs=1024, num_warps=4, route_tokens=1)
-# few tokens: a whole row at a time
-_GPU_LL_FEW = {"piece_bytes": 16384}
+# a token a program, its whole row in registers, few enough that many programs are resident: latencies overlap
+_GPU_LL = replace(_GPU_DISPATCH, num_programs=1024, piece_bytes=16384, num_warps=4, route_tokens=1)
 _EMULATED_LL = replace(_EMULATED, route_tokens=2)
 
 
@@ -118,10 +116,10 @@ def launch_config(
 def _built_in(device_type: str, phase: str, num_tokens: int, is_ll: bool) -> EpLaunchConfig:
     if device_type == "cpu":
         return _EMULATED_LL if is_ll else _EMULATED
-    shape, few = (_GPU_DISPATCH if phase == "dispatch" else _GPU_COMBINE), _GPU_FEW
     if is_ll:
-        shape, few = _GPU_LL, _GPU_LL_FEW
-    return replace(shape, **few) if num_tokens <= _FEW_TOKENS else shape
+        return _GPU_LL
+    shape = _GPU_DISPATCH if phase == "dispatch" else _GPU_COMBINE
+    return replace(shape, **_GPU_FEW) if num_tokens <= _FEW_TOKENS else shape
 
 
 def shape_of_rule(shape: EpLaunchConfig, rule: TuningRule) -> EpLaunchConfig:
