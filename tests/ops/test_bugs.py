@@ -527,6 +527,41 @@ def test_d20_a_time_out_that_somebody_else_raised_breaks_the_op_too() -> None:
     check_case(case, [[[results[pe]]] for pe in range(2)])
 
 
+@pytest.mark.parametrize("replay", [False, True])
+def test_d20_kernels_of_a_broken_op_touch_nothing(replay: bool) -> None:
+    """Whatever a dispatch that failed has left where rows would be addressed from."""
+    case = Case(num_pes=2, tokens="full", scales=(5, 4))
+
+    def program(pe: int) -> None:
+        op = start(case, pe)
+        given = inputs_on(op, case, round_of(case, pe, 0))
+        *_, handle = op.dispatch(*given, return_routing=True)
+        rows = torch.ones(10, case.hidden, dtype=torch.bfloat16)
+        host_state.current().bootstrap.barrier("dispatched")
+        poison(op)
+        op._buffers.region("control")[STATUS.value] = 1
+        handle.disp_dest_tok_id_map.fill_(2**31 - 1)
+        op._buffers.region("forward").fill_(2**31 - 1)
+        host_state.current().bootstrap.barrier("broken")
+        watched = (
+            "recv_tokens",
+            "recv_indices",
+            "recv_weights",
+            "recv_scales",
+            "recv_sources",
+            "combine_in",
+            "control",
+        )
+        before = {name: op._buffers.region(name).clone() for name in watched}
+        op.dispatch(*given, routing=handle if replay else None)
+        op.combine(rows, None, given[3], routing=handle)
+        host_state.current().bootstrap.barrier("tried")
+        for name, tensor in before.items():
+            assert torch.equal(op._buffers.region(name).view(torch.uint8), tensor.view(torch.uint8)), name
+
+    world(2).run(program)
+
+
 def test_d20_a_missing_peer_with_virtual_time() -> None:
     case = Case(num_pes=2, rounds=1)
 

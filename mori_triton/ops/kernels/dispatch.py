@@ -125,7 +125,9 @@ def copy_piece(
         # every address before the first store, which could be to the table for all the compiler knows
         rows = ()
         for j in tl.static_range(CHUNK):
-            pe, slot = split_target(tl.maximum(targets[j], 0), capacity, inverse, shift)
+            # what a dispatch that failed left there is no address
+            target = tl.maximum(tl.where(works, targets[j], -1), 0)
+            pe, slot = split_target(target, capacity, inverse, shift)
             there = as_words(at_peer(bases, heap, recv_tokens_ptr, pe), ALIGN)
             rows += (there + row_offset(slot, ROW_WORDS),)  # type: ignore[assignment]
         for j in tl.static_range(CHUNK):

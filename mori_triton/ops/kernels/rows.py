@@ -199,7 +199,9 @@ def sum_rows(
         targets = load_targets(forward_ptr, token, top_k, first, CHUNK)
         rows = ()
         for j in tl.static_range(CHUNK):
-            pe, slot = split_target(tl.maximum(targets[j], 0), capacity, inverse, shift)
+            # what a dispatch that failed left there is no address
+            target = tl.maximum(tl.where(works, targets[j], -1), 0)
+            pe, slot = split_target(target, capacity, inverse, shift)
             there = as_bits(at_peer(bases_ptr, heap, rows_ptr, pe)) + row_offset(slot, row_size)
             present = (targets[j] >= 0) & works
             row = tl.load(there + offs, mask=present) if EVEN else tl.load(there + offs, mask=mask & present)
