@@ -10,7 +10,7 @@ import torch
 import triton
 
 from mori_triton.errors import ArgumentError
-from mori_triton.ops.calls import CombineCall, num_programs, row_alignment
+from mori_triton.ops.calls import CombineCall, num_programs, piece_grid, row_alignment
 from mori_triton.ops.formats import BLOCK, CODECS, FORMAT_OF_DTYPE, Codec, decode_rows, encode_rows
 from mori_triton.ops.kernels.combine_codec import combine_decode_kernel, combine_encode_kernel
 from mori_triton.ops.plans import Step
@@ -57,29 +57,24 @@ def encode_step(call: CombineCall) -> Step:
 
 def decode_step(call: CombineCall) -> Step:
     """Pull and sum rows that a codec encoded, or that are of a small format themselves."""
-    config, shape, n = call.config, call.shape, call.num_tokens
-    codec = CODECS.get(config.quant_type)
+    shape, codec = call.shape, CODECS.get(call.config.quant_type)
     if codec is None:
-        small = FORMAT_OF_DTYPE[call.rows.dtype]
-        wire_bytes, hidden = call.hidden, call.hidden * 8 // small.bits
-        out, out_bytes = call.out.view(torch.uint8), wire_bytes
+        small, out = FORMAT_OF_DTYPE[call.rows.dtype], call.out.view(torch.uint8)
+        hidden, row_bytes = call.hidden * 8 // small.bits, call.hidden
     else:
-        small = codec.format
-        wire_bytes, hidden = _wire_bytes(call, codec), call.hidden
-        out, out_bytes = call.out, hidden * 2
-    align, out_align = row_alignment(wire_bytes), row_alignment(out_bytes)
+        small, out = codec.format, call.out
+        hidden, row_bytes = call.hidden, _wire_bytes(call, codec)
     # a byte has one element or two: one for a byte that a plain sum reads keeps as many loads in flight
     blocks = max(1, shape.piece_bytes // BLOCK)
-    num_pieces = triton.cdiv(hidden, blocks * BLOCK)
     return call.step(
-        combine_decode_kernel, (num_programs(n, num_pieces, shape.num_programs),),
+        combine_decode_kernel, piece_grid(call.num_tokens, hidden, blocks * BLOCK, shape.num_programs),
         call.ctx, call.view("combine_in"), call.given("forward"), call.view("control"), out,
         call.view("combine_out_weights"),
-        n, config.num_experts_per_token, config.max_recv, wire_bytes // align, out_bytes // out_align, num_pieces,
+        call.num_tokens, call.config.num_experts_per_token, *call.capacity,
         None if call.weights is None else call.view("combine_in_weights"),
         call.view("combine_in_scales") if codec is not None and codec.scaled else None,
-        FORMAT=small.name, ALIGN=align, OUT_ALIGN=out_align, BLOCKS=blocks, BLOCK_K=call.block_k, CHUNK=call.chunk,
-        num_warps=shape.num_warps,
+        FORMAT=small.name, HIDDEN=hidden, ROW_BYTES=row_bytes, ALIGN=row_alignment(row_bytes),
+        BLOCKS=blocks, BLOCK_K=call.block_k, CHUNK=call.chunk, num_warps=shape.num_warps,
     )  # fmt: skip
 
 

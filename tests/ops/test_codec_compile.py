@@ -43,6 +43,9 @@ def test_accesses_and_fences(quant: str, arch: str, monkeypatch: pytest.MonkeyPa
     assert any(last_row < i < arrival for i in at["device_release"])
     assert any(arrival < i < signal for i in at["release"])
     at = find("combine_decode_kernel")
+    # rows are laid out for the store once, after the sum
+    text = made["combine_decode_kernel"].compile(arch)
+    assert len(re.findall(r"s_barrier_wait|s_barrier$|bar\.sync|barrier\.sync", text, re.MULTILINE)) <= 12
     assert at["load16"]
     assert at["store16"]
     assert not at["poll"]

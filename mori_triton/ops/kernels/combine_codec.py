@@ -19,6 +19,7 @@ from mori_triton.ops.kernels.finish import (
 )
 from mori_triton.ops.kernels.formats import encode, in_order, lift, pack_nibbles, unpack
 from mori_triton.ops.kernels.rows import (
+    as_bits,
     as_words,
     at_peer,
     load_targets,
@@ -53,10 +54,10 @@ def block_scales(values, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def store_codes(rows_ptr, row, num_bytes, values, first_block, FORMAT: tl.constexpr, ALIGN: tl.constexpr):
+def store_codes(rows_ptr, row, num_bytes, values, first_block, works, FORMAT: tl.constexpr, ALIGN: tl.constexpr):
     """Encode `[blocks, BLOCK]` values to a row of `num_bytes` bytes, from block `first_block` on.
 
-    `rows_ptr`: uint8 [rows, num_bytes], a multiple of ALIGN as `num_bytes` is.
+    `rows_ptr`: uint8 [rows, num_bytes], a multiple of ALIGN as `num_bytes` is. Stores nothing unless it `works`.
     """
     codes = encode(values, FORMAT)
     blocks: tl.constexpr = values.shape[0]
@@ -66,7 +67,7 @@ def store_codes(rows_ptr, row, num_bytes, values, first_block, FORMAT: tl.conste
     offs = (first_block + tl.arange(0, blocks))[:, None] * width + tl.arange(0, width)[None, :]
     # the hint holds on to the sum: on an argument of this function it would be lost
     to_row = tl.multiple_of(rows_ptr + row_offset(row, num_bytes), ALIGN)
-    tl.store(to_row + offs, codes, mask=offs < num_bytes)
+    tl.store(to_row + offs, codes, mask=(offs < num_bytes) & works)
 
 
 @triton.jit(
@@ -119,7 +120,7 @@ def combine_encode_kernel(
                     tl.store(scales_ptr + row_offset(row, num_blocks) + block, scales, mask=block < num_blocks)
                     # a product rounds alike everywhere, and is cheaper than a quotient
                     values = values * tl.div_rn(tl.full([BLOCKS], 1.0, tl.float32), scales)[:, None]
-                store_codes(combine_in_ptr, row, num_bytes, values, piece * BLOCKS, FORMAT, WIRE_ALIGN)
+                store_codes(combine_in_ptr, row, num_bytes, values, piece * BLOCKS, True, FORMAT, WIRE_ALIGN)
         if weights_ptr is not None:
             column = tl.arange(0, BLOCK_K)
             for row in range(tl.program_id(0), total, tl.num_programs(0)):
@@ -134,7 +135,7 @@ def combine_encode_kernel(
 
 @triton.jit
 def sum_small_rows(
-    bases,
+    bases_ptr,
     heap,
     rows_ptr,
     scales_ptr,
@@ -142,36 +143,39 @@ def sum_small_rows(
     token,
     top_k,
     capacity,
-    row_words,
-    num_blocks,
+    inverse,
+    shift,
     block,
     offs,
+    works,
+    ROW_WORDS: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
     FORMAT: tl.constexpr,
     ALIGN: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """float32 sum, over a token's PEs in the order of its ids, of words `offs` of the rows that they hold for it.
 
-    `rows_ptr`: symmetric [capacity, row_words] in words of min(ALIGN, 4) bytes, given as bytes; `offs`: [blocks, words
-    of a block], in the blocks `block`; `bases`, `heap`: of `peer_table`. The result is as `unpack` leaves it, times the
-    scales. The rows of a chunk are all in flight before the first is added.
+    `rows_ptr`: symmetric [capacity, ROW_WORDS] in words of min(ALIGN, 4) bytes, given as bytes; `offs`: [blocks, words
+    of a block], in the blocks `block`. The other arguments are those of `rows.sum_rows`, and so is the order of loads
+    and sums. The result is as `unpack` leaves it, times the scales.
     """
     NUM_BYTES: tl.constexpr = min(ALIGN, 4)
     WORD: tl.constexpr = tl.uint32 if NUM_BYTES == 4 else tl.uint16 if NUM_BYTES == 2 else tl.uint8
-    mask = offs < row_words
     total = unpack(tl.zeros(offs.shape, WORD), FORMAT)
     for first in range(0, top_k, CHUNK):
         targets = load_targets(forward_ptr, token, top_k, first, CHUNK)
         rows = ()
         scales = ()
         for j in tl.static_range(CHUNK):
-            pe, slot = split_target(tl.maximum(targets[j], 0), capacity)
-            there = as_words(at_peer(bases, heap, rows_ptr, pe), ALIGN) + row_offset(slot, row_words)
-            rows += (tl.load(there + offs, mask=mask & (targets[j] >= 0)),)  # type: ignore[assignment]
+            pe, slot = split_target(tl.maximum(targets[j], 0), capacity, inverse, shift)
+            present = (targets[j] >= 0) & works
+            there = as_words(at_peer(bases_ptr, heap, rows_ptr, pe), ALIGN) + row_offset(slot, ROW_WORDS)
+            rows += (tl.load(there + offs, mask=(offs < ROW_WORDS) & present),)  # type: ignore[assignment]
             if scales_ptr is not None:
                 # [blocks, 1]
-                its_scales = at_peer(bases, heap, scales_ptr, pe) + row_offset(slot, num_blocks) + block[:, None]
-                known = (block < num_blocks)[:, None] & (targets[j] >= 0)
+                its_scales = at_peer(bases_ptr, heap, scales_ptr, pe) + row_offset(slot, NUM_BLOCKS) + block[:, None]
+                known = (block < NUM_BLOCKS)[:, None] & present
                 scales += (tl.load(its_scales, mask=known),)  # type: ignore[assignment]
         for j in tl.static_range(CHUNK):
             # a branch, behind which no load may sink: all are in flight first
@@ -189,69 +193,64 @@ def sum_small_rows(
 @triton.jit(
     do_not_specialize=[
         "ctx", "combine_in_ptr", "forward_ptr", "control_ptr", "out_ptr", "out_weights_ptr", "num_tokens", "top_k",
-        "capacity", "row_units", "out_units", "num_pieces", "combine_in_weights_ptr", "scales_ptr",
+        "capacity", "inverse", "shift", "combine_in_weights_ptr", "scales_ptr",
     ]
 )  # fmt: skip
 def combine_decode_kernel(
     ctx,  # device context
-    combine_in_ptr,  # symmetric [capacity, wire row], bytes
+    combine_in_ptr,  # symmetric [capacity, ROW_BYTES], bytes
     forward_ptr,  # int32 [M, top_k], local: of the dispatch's route kernel
     control_ptr,  # int64 [CONTROL_WORDS], local
-    out_ptr,  # bfloat16 [M, h], or numbers of FORMAT as bytes, local, aligned to 16 bytes
+    out_ptr,  # bfloat16 [M, HIDDEN], or numbers of FORMAT as bytes [M, ROW_BYTES], local, aligned to 16 bytes
     out_weights_ptr,  # float32 [M, top_k], local
     num_tokens,
-    top_k,
-    capacity,
-    row_units,  # bytes of a wire row / ALIGN
-    out_units,  # bytes of a row of out / OUT_ALIGN
-    num_pieces,  # pieces of BLOCKS blocks in a row, rounded up
+    top_k,  # not a constant: without the loop over chunks Triton lays each row out anew before it adds it
+    capacity,  # rows of a receive buffer
+    inverse,  # of `ops.calls.inverse_of(capacity)`
+    shift,
     combine_in_weights_ptr,  # symmetric float32 [capacity, top_k], or None
     scales_ptr,  # symmetric float32 [capacity, blocks of a row], or None: rows have no scales
-    FORMAT: tl.constexpr,  # of the wire rows
-    ALIGN: tl.constexpr,  # 16, 8, 4, 2 or 1: divides a wire row's bytes
-    OUT_ALIGN: tl.constexpr,  # likewise for a row of out
+    FORMAT: tl.constexpr,  # of the rows
+    HIDDEN: tl.constexpr,  # numbers in a row
+    ROW_BYTES: tl.constexpr,  # that hold them
+    ALIGN: tl.constexpr,  # 16, 8, 4, 2 or 1: divides ROW_BYTES
     BLOCKS: tl.constexpr,  # blocks summed at a time
     BLOCK_K: tl.constexpr,  # >= top_k
     CHUNK: tl.constexpr,  # rows of a token that are in flight at a time
 ):
     """Sum a token's rows over its distinct destination PEs, in the order of its ids, in float32, rounded once.
 
-    Nothing is written when the wait before it timed out.
+    Programs (piece, token). Nothing is written when the wait before it timed out.
     """
-    if not is_broken(control_ptr):
-        NUM_BYTES: tl.constexpr = min(ALIGN, 4)
-        WORDS: tl.constexpr = BLOCK * (4 if FORMAT == "e2m1" else 8) // 8 // NUM_BYTES
-        bases, heap = peer_table(ctx)
-        row_words = row_units * (ALIGN // NUM_BYTES)
-        first_piece, piece_step, first_token, token_step = program_share(num_tokens, num_pieces)
-        for piece in range(first_piece, num_pieces, piece_step):
-            block = piece * BLOCKS + tl.arange(0, BLOCKS)
-            offs = block[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-            columns = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-            for token in range(first_token, num_tokens, token_step):
-                if out_ptr.dtype.element_ty == tl.uint8:
-                    num_bytes = out_units * OUT_ALIGN
-                    total = sum_small_rows(
-                        bases, heap, combine_in_ptr, None, forward_ptr, token, top_k, capacity, row_words, 0,
-                        block, offs, FORMAT, ALIGN, CHUNK,
+    # a number, not a branch around everything, so that the first loads need not wait for this one
+    works = is_broken(control_ptr) == 0
+    bases, heap = peer_table(ctx)
+    NUM_BYTES: tl.constexpr = min(ALIGN, 4)
+    WORDS: tl.constexpr = BLOCK * (4 if FORMAT == "e2m1" else 8) // 8 // NUM_BYTES
+    NUM_BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
+    NUM_PIECES: tl.constexpr = (NUM_BLOCKS + BLOCKS - 1) // BLOCKS
+    for piece in range(tl.program_id(0), NUM_PIECES, tl.num_programs(0)):
+        block = piece * BLOCKS + tl.arange(0, BLOCKS)
+        offs = block[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+        for token in range(tl.program_id(1), num_tokens, tl.num_programs(1)):
+            total = sum_small_rows(
+                bases, heap, combine_in_ptr, scales_ptr, forward_ptr, token, top_k, capacity, inverse, shift, block,
+                offs, works, ROW_BYTES // NUM_BYTES, NUM_BLOCKS, FORMAT, ALIGN, CHUNK,
+            )  # fmt: skip
+            total = tl.reshape(in_order(total, FORMAT, NUM_BYTES) * lift(FORMAT), [BLOCKS, BLOCK])
+            if out_ptr.dtype.element_ty == tl.uint8:
+                store_codes(out_ptr, token, ROW_BYTES, total, piece * BLOCKS, works, FORMAT, ALIGN)
+            else:
+                columns = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+                out = as_bits(out_ptr) + row_offset(token, HIDDEN)
+                rounded = total.to(tl.bfloat16).to(tl.int16, bitcast=True)
+                tl.store(out + columns, rounded, mask=(columns < HIDDEN) & works)
+            if combine_in_weights_ptr is not None:  # noqa: SIM102 - Triton decides this one while compiling
+                if token % NUM_PIECES == piece:
+                    column = tl.arange(0, BLOCK_K)
+                    mask_k = (column < top_k) & works
+                    sums = sum_rows(
+                        bases, heap, combine_in_weights_ptr, forward_ptr, token, top_k, capacity, top_k,
+                        column, mask_k, CHUNK, False, works, inverse, shift,
                     )  # fmt: skip
-                    total = tl.reshape(in_order(total, FORMAT, NUM_BYTES) * lift(FORMAT), [BLOCKS, BLOCK])
-                    store_codes(out_ptr, token, num_bytes, total, piece * BLOCKS, FORMAT, OUT_ALIGN)
-                else:
-                    hidden = out_units * (OUT_ALIGN // 2)
-                    total = sum_small_rows(
-                        bases, heap, combine_in_ptr, scales_ptr, forward_ptr, token, top_k, capacity, row_words,
-                        (hidden + (BLOCK - 1)) // BLOCK, block, offs, FORMAT, ALIGN, CHUNK,
-                    )  # fmt: skip
-                    total = tl.reshape(in_order(total, FORMAT, NUM_BYTES) * lift(FORMAT), [BLOCKS, BLOCK])
-                    out = tl.multiple_of(tl.cast(out_ptr, tl.pointer_type(tl.int16), bitcast=True), 16)
-                    rounded = total.to(tl.bfloat16).to(tl.int16, bitcast=True)
-                    tl.store(out + row_offset(token, hidden) + columns, rounded, mask=columns < hidden)
-                if combine_in_weights_ptr is not None:  # noqa: SIM102 - Triton decides this one while compiling
-                    if token % num_pieces == piece:
-                        column = tl.arange(0, BLOCK_K)
-                        sums = sum_rows(
-                            bases, heap, combine_in_weights_ptr, forward_ptr, token, top_k, capacity, top_k,
-                            column, column < top_k, CHUNK,
-                        )  # fmt: skip
-                        tl.store(out_weights_ptr + row_offset(token, top_k) + column, sums, mask=column < top_k)
+                    tl.store(out_weights_ptr + row_offset(token, top_k) + column, sums, mask=mask_k)
