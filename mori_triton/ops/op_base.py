@@ -166,7 +166,7 @@ class EpOpBase:
         """Raise what keeps `what` from being called, errors of earlier kernels among it. Whether it is captured."""
         self._check_usable()
         # what a captured stream will do has not happened yet
-        capturing = not self._on_host and torch.cuda.is_current_stream_capturing()
+        capturing = self._is_captured()
         if not capturing:
             self._raise_errors()
         if self._phase is Phase.BROKEN:
@@ -174,6 +174,9 @@ class EpOpBase:
         if self._pending is not None and what != f"{self._pending[0]}_recv":
             raise StateError(f"{what}: the op's {self._pending[0]}_send waits for {self._pending[0]}_recv")
         return capturing
+
+    def _is_captured(self) -> bool:
+        return not self._on_host and torch.cuda.is_current_stream_capturing()
 
     def _keep(self, key: Any, plan: Plan) -> Plan:
         if len(self._plans) >= _MOST_PLANS:
@@ -263,8 +266,13 @@ class EpOpBase:
     # -- end -------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """As after construction: forget the round in progress and any failure. Collective, waits for kernels."""
+        """As after construction: forget the round in progress and any failure. Collective, waits for kernels.
+
+        Raises `StateError` while a graph is captured.
+        """
         self._check_usable()
+        if self._is_captured():
+            raise StateError("reset: waits for the device, which a captured stream cannot")
         # nobody clears while a peer may still signal, and nobody starts before all have cleared
         self._state.driver.synchronize()
         self._state.bootstrap.barrier("EpDispatchCombineOp.reset: kernels are done")

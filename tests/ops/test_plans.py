@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mori_triton import local_world, ops
+from mori_triton.errors import StateError
 from mori_triton.host import state as host_state
 from mori_triton.host.drivers.cpu import CpuDriver
 from mori_triton.host.heap import SymmetricHeap
@@ -113,6 +114,9 @@ def captured(pe: int, watch: Watch) -> list[list[dict[str, Any]]]:
     for _ in range(2):
         op.dispatch(given[0], None, None, given[1])
         op.combine(rows, None, given[1])
+    for refused in (op.reset, op.get_dispatch_src_token_pos):
+        with pytest.raises(StateError, match="waits for the device, which a captured stream cannot"):
+            refused()
     assert [what for what in watch.mine() if what not in ("prepare", "meet")] == [
         *("sync", "dispatch_route", "dispatch_copy", "combine_copy", "combine_reduce"),
         *("dispatch_route", "dispatch_copy", "combine_copy", "combine_reduce"),
