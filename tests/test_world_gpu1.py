@@ -313,11 +313,18 @@ def test_nothing_is_left_behind():
         with pytest.raises(ZeroDivisionError):
             world(2).run(lambda pe: 1 // (1 - pe))
 
+    def what_is_there():
+        return free_bytes(), threading.active_count(), len(os.listdir("/proc/self/fd"))
+
     everything()
-    before = free_bytes(), threading.active_count(), len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
+    seen = [what_is_there()]
+    for _ in range(4):
         everything()
-    assert (free_bytes(), threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+        seen.append(what_is_there())
+        if seen[-1] == seen[-2]:
+            return
+        # other processes may use the GPU too, but what is left each time shows each time
+    pytest.fail(f"free bytes of the GPU, threads, descriptors: {seen}")
 
 
 def test_the_emulated_device_and_gpus_take_turns():
@@ -381,7 +388,7 @@ from tests import test_world_gpu1 as t
 
 @triton.jit(do_not_specialize=["address"])
 def stray_kernel(address):
-    tl.store(address.to(tl.pointer_type(tl.int64)), 1)
+    tl.store(address.to(tl.int64).to(tl.pointer_type(tl.int64)), 1)
 
 def program(pe):
     signal_word, out = t.words(), t.words()
@@ -423,9 +430,9 @@ shmem.shmem_finalize()
 """
 
 
-def python(code, *arguments, **settings):
+def python(*arguments, **settings):
     return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", code, *arguments],
+        [sys.executable, "-W", "ignore", *arguments],
         cwd=ROOT,
         env=os.environ | settings,
         stdout=subprocess.PIPE,
@@ -443,19 +450,20 @@ def outputs(*processes):
     assert [process.returncode for process in processes] == [0] * len(processes), "\n\n".join(texts)
 
 
-# CUDA has 8 hardware queues unless it is told otherwise, and a kernel that waits keeps its stream's queue busy
-@pytest.mark.parametrize("queues", ["8", "32"])
-def test_more_streams_than_hardware_queues(queues):
-    outputs(python(MANY, CUDA_DEVICE_MAX_CONNECTIONS=queues))
+# CUDA asks for 8 hardware queues unless it is told otherwise; kernels that wait must not need more
+def test_more_streams_than_hardware_queues():
+    outputs(python("-c", MANY, CUDA_DEVICE_MAX_CONNECTIONS="8"))
 
 
-def test_a_gpu_that_fails():
+def test_a_gpu_that_fails(tmp_path):
     """CUDA refuses everything after an illegal access: the world ends all the same, and so does the process."""
-    outputs(python(STRAY))
+    script = tmp_path / "stray.py"
+    script.write_text(STRAY)
+    outputs(python(str(script), PYTHONPATH=str(ROOT)))
 
 
 @pytest.mark.parametrize("mode", ["static_heap", "vmm"])
 def test_one_process_per_pe(mode):
     unique_id = new_unique_id().hex()
     settings = {"MORI_TRITON_DEVICE": DEVICE, "MORI_SHMEM_HEAP_SIZE": "4M", "MORI_SHMEM_MODE": mode}
-    outputs(*(python(ONE_PE, str(rank), unique_id, **settings) for rank in range(2)))
+    outputs(*(python("-c", ONE_PE, str(rank), unique_id, **settings) for rank in range(2)))

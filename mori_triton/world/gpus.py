@@ -1,9 +1,8 @@
 """The GPUs of this machine as a world uses them: torch's current device and stream, events, and CUDA graphs.
 
 Streams are the driver's own, not torch's: torch hands out 32 in a circle, so a PE's stream could be one that the
-program uses elsewhere, and a kernel that waits would keep it busy. CUDA puts streams on a few hardware queues, 8 unless
-CUDA_DEVICE_MAX_CONNECTIONS says more, by turns; so the streams that were made first are used first, and 8 PEs of a GPU
-have a queue each.
+program uses elsewhere, and a kernel that waits would keep it busy. CUDA spreads streams over a few hardware queues, so
+those that were made first are used first: 8 PEs of a GPU have 8 neighbours.
 """
 
 from __future__ import annotations
