@@ -168,8 +168,10 @@ def sum_small_rows(
         rows = ()
         scales = ()
         for j in tl.static_range(CHUNK):
-            pe, slot = split_target(tl.maximum(targets[j], 0), capacity, inverse, shift)
-            present = (targets[j] >= 0) & works
+            # of a broken op `forward` may hold anything: it gives no addresses
+            target = tl.where(works, targets[j], -1)
+            pe, slot = split_target(tl.maximum(target, 0), capacity, inverse, shift)
+            present = target >= 0
             there = as_words(at_peer(bases_ptr, heap, rows_ptr, pe), ALIGN) + row_offset(slot, ROW_WORDS)
             rows += (tl.load(there + offs, mask=(offs < ROW_WORDS) & present),)  # type: ignore[assignment]
             if scales_ptr is not None:
