@@ -19,6 +19,17 @@ on_both = pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=pytest.mark.cpu), pytest.param("cuda", marks=[pytest.mark.gpu1, needs_gpu])]
 )
 
+# on a GPU each row width, top-k and dtype is a set of kernels to compile, which takes far longer than to run them
+slowly_on_a_gpu = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.cpu),
+        pytest.param("cuda", marks=[pytest.mark.gpu1, pytest.mark.slow, needs_gpu]),
+    ],
+)
+# so most tests share one
+HIDDEN, TOP_K = 1024, 4
+
 LL = (("kernel_type", KernelType.IntraNodeLL),)
 DETERMINISTIC = (("deterministic", True),)
 every_way = pytest.mark.parametrize(

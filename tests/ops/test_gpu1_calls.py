@@ -13,7 +13,7 @@ from mori_triton.errors import ArgumentError, ReceiveOverflow
 from mori_triton.host import state as host_state
 from tests.ops import hashed
 from tests.ops.hashed import Problem, Round, all_sources, one_round, run_experts, wrong_in_combine
-from tests.ops.on_both import DETERMINISTIC, every_way, needs_gpu, on_both, run, small, start
+from tests.ops.on_both import DETERMINISTIC, HIDDEN, TOP_K, every_way, needs_gpu, on_both, run, small, start
 
 
 def split_program(pe: int, problem: Problem) -> int:
@@ -43,11 +43,10 @@ def split_program(pe: int, problem: Problem) -> int:
 
 @on_both
 @every_way
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_c9_c10_send_and_receive_apart_on_two_ops(dtype: torch.dtype, config: tuple, device: str) -> None:
+def test_c9_c10_send_and_receive_apart_on_two_ops(config: tuple, device: str) -> None:
     # the config's own dtype is another one: what was sent counts
     config = (*config, ("data_type", torch.bfloat16))
-    problem = small(Problem(3, 1024, 5, dtype, max_tokens=20, tokens="zero", config=config), device)
+    problem = small(Problem(3, HIDDEN, TOP_K, torch.float16, max_tokens=20, tokens="zero", config=config), device)
     assert run(problem, device, split_program, num_ops=2) == [0] * 3
 
 
@@ -73,7 +72,7 @@ def handles_program(pe: int, problem: Problem) -> int:
 @on_both
 @every_way
 def test_routing_handles_and_replay(config: tuple, device: str) -> None:
-    problem = small(Problem(3, 1024, 5, max_tokens=30, routing="padded", scales=(3, 4), config=config), device)
+    problem = small(Problem(3, HIDDEN, TOP_K, max_tokens=30, routing="padded", scales=(3, 4), config=config), device)
     assert run(problem, device, handles_program) == [0] * 3
 
 
@@ -109,7 +108,7 @@ def overflow_program(pe: int, problem: Problem) -> tuple[str, list[int], list[st
 @every_way
 def test_a12_more_rows_than_fit(config: tuple, device: str) -> None:
     problem = Problem(
-        3, 24, 1, max_tokens=5, tokens="full", routing="to_one", weights=False,
+        3, HIDDEN, TOP_K, max_tokens=5, tokens="full", routing="to_one", weights=False,
         config=(*config, ("max_total_recv_tokens", 6)),
     )  # fmt: skip
     (message, kept, _), *others = results = run(problem, device, overflow_program)
@@ -138,7 +137,9 @@ def repeat_program(pe: int, problem: Problem) -> list[bytes]:
 
 @on_both
 def test_deterministic_repeats_bit_for_bit(device: str) -> None:
-    problem = small(Problem(5, 2880, 8, max_tokens=100, tokens="full", scales=(5, 4), config=DETERMINISTIC), device)
+    problem = small(
+        Problem(5, HIDDEN, TOP_K, max_tokens=100, tokens="full", scales=(3, 4), config=DETERMINISTIC), device
+    )
     for seen in run(problem, device, repeat_program):
         assert seen == [seen[0]] * 4
 
@@ -172,7 +173,7 @@ def refusals_program(pe: int, problem: Problem) -> int:
 
 @on_both
 def test_a8_b5_c1_g7_g8_what_cannot_be_is_refused(device: str) -> None:
-    problem = Problem(2, 64, 3, max_tokens=9, tokens="full")
+    problem = Problem(2, HIDDEN, TOP_K, max_tokens=9, tokens="full")
     assert run(problem, device, refusals_program) == [0, 0]
 
 
@@ -195,7 +196,7 @@ def lives_program(pe: int, problem: Problem) -> int:
 
 @on_both
 def test_i4_ops_made_and_closed_beside_one_that_stays(device: str) -> None:
-    problem = small(Problem(3, 512, 4, max_tokens=20), device)
+    problem = small(Problem(3, HIDDEN, TOP_K, max_tokens=20), device)
     assert run(problem, device, lives_program, num_ops=2) == [0] * 3
 
 
@@ -206,7 +207,7 @@ from mori_triton import local_world
 from tests.ops.hashed import Problem, Round, one_round, op_config
 from mori_triton import ops
 def program(pe):
-    problem = Problem(2, 64, 3)
+    problem = Problem(2, 1024, 4)
     op = ops.EpDispatchCombineOp(op_config(problem, pe))
     return int(one_round(op, problem, Round(problem, pe, 0, op.device)))
 print(local_world(2, "cuda", heap_size="4M").run(program))

@@ -13,7 +13,7 @@ from mori_triton.host import state as host_state
 from mori_triton.world import current_world
 from tests.ops import hashed
 from tests.ops.hashed import Problem, Round, all_sources, one_round, run_experts, wrong_in_combine
-from tests.ops.on_both import DETERMINISTIC, LL, on_both, run, small, start
+from tests.ops.on_both import DETERMINISTIC, HIDDEN, LL, TOP_K, on_both, run, small, start
 
 
 def static(problem: Problem, pe: int, device: torch.device) -> Round:
@@ -67,7 +67,7 @@ def graph_program(pe: int, problem: Problem, rounds: int) -> int:
 def test_b1_e1_e3_a_replay_with_other_inputs_and_other_counts(config: Any, device: str) -> None:
     registered = config == "registered"
     problem = Problem(
-        5, 1024, 6, max_tokens=64, routing="out_of_range", scales=(7, 4), fixed_shape=True,
+        5, HIDDEN, TOP_K, max_tokens=64, routing="out_of_range", scales=(3, 4), fixed_shape=True,
         registered=registered, config=() if registered else config,
     )  # fmt: skip
     problem = small(problem, device)
@@ -99,7 +99,7 @@ def handles_program(pe: int, problem: Problem) -> int:
 
 @on_both
 def test_e5_a_routing_handle_made_in_the_graph(device: str) -> None:
-    problem = small(Problem(3, 512, 4, max_tokens=24, scales=(3, 4), fixed_shape=True), device)
+    problem = small(Problem(3, HIDDEN, TOP_K, max_tokens=24, scales=(3, 4), fixed_shape=True), device)
     assert run(problem, device, handles_program) == [0] * 3
 
 
@@ -128,6 +128,6 @@ def graphs_program(pe: int, problem: Problem, batches: tuple[int, ...], rounds: 
 
 @on_both
 def test_e4_several_graphs_on_one_op(device: str) -> None:
-    problem = small(Problem(3, 1024, 4, max_tokens=8, tokens="full"), device)
+    problem = small(Problem(3, HIDDEN, TOP_K, max_tokens=8, tokens="full"), device)
     batches, rounds = ((1, 2, 4, 8), 50) if device == "cuda" else ((1, 4), 4)
     assert run(problem, device, graphs_program, batches, rounds) == [0] * 3

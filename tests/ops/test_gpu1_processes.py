@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from tests.ops.hashed import Problem
-from tests.ops.on_both import DETERMINISTIC, LL, on_both, small
+from tests.ops.on_both import DETERMINISTIC, HIDDEN, LL, TOP_K, on_both, small
 
 PROBLEMS = (
-    Problem(2, 512, 5, torch.bfloat16, max_tokens=40, tokens="zero", scales=(5, 4)),
-    Problem(2, 512, 6, torch.bfloat16, max_tokens=40, config=LL),
-    Problem(2, 512, 6, torch.float8_e4m3fn, max_tokens=40, routing="padded", config=DETERMINISTIC),
+    Problem(2, HIDDEN, TOP_K, torch.bfloat16, max_tokens=40, tokens="zero", scales=(3, 4)),
+    Problem(2, HIDDEN, TOP_K, torch.bfloat16, max_tokens=40, config=LL),
+    Problem(2, HIDDEN, TOP_K, torch.float8_e4m3fn, max_tokens=40, routing="padded", config=DETERMINISTIC),
 )
 
 
