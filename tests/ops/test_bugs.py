@@ -528,12 +528,22 @@ def test_d20_a_time_out_that_somebody_else_raised_breaks_the_op_too() -> None:
 
 
 @pytest.mark.parametrize("replay", [False, True])
-def test_d20_kernels_of_a_broken_op_touch_nothing(replay: bool) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"kernel_type": ops.EpDispatchCombineKernelType.IntraNodeLL},
+        {"deterministic": True},
+        {"quant_type": "fp8_blockwise"},
+    ],
+    ids=["IntraNode", "IntraNodeLL", "deterministic", "fp8_blockwise"],
+)
+def test_d20_kernels_of_a_broken_op_touch_nothing(changes: dict[str, Any], replay: bool) -> None:
     """Whatever a dispatch that failed has left where rows would be addressed from."""
     case = Case(num_pes=2, tokens="full", scales=(5, 4))
 
     def program(pe: int) -> None:
-        op = start(case, pe)
+        op = start(case, pe, **changes)
         given = inputs_on(op, case, round_of(case, pe, 0))
         *_, handle = op.dispatch(*given, return_routing=True)
         rows = torch.ones(10, case.hidden, dtype=torch.bfloat16)
