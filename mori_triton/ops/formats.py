@@ -30,7 +30,7 @@ class Format:
     bits: int
     mantissa_bits: int
     min_exponent: int  # of the smallest normal number
-    nan: int | None  # the code of NaN without its sign, None: there is none
+    nan: int | None  # the code that a NaN becomes, None: there is none
     signed_zero: bool  # whether the code of -0 is -0
 
     @cached_property
@@ -70,8 +70,8 @@ class Format:
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """The inverse of `decode`: to nearest, ties to even, beyond the largest number: the largest.
 
-        Infinities become the largest number too. A NaN stays a NaN; e2m1 has none and takes +6. Two a byte for a 4-bit
-        format: the last dimension of `values` must be even then.
+        Infinities become the largest number too. A NaN stays a NaN, without its sign; e2m1 has none and takes +6. Two a
+        byte for a 4-bit format: the last dimension of `values` must be even then.
         """
         require(values.is_floating_point(), "values.dtype", "a floating-point dtype", values.dtype)
         exact = values.double().abs()
@@ -81,11 +81,7 @@ class Format:
         codes = torch.searchsorted(positive, steps.nan_to_num().contiguous())
         negative = torch.signbit(values) & ((codes > 0) | self.signed_zero)
         codes = torch.where(negative, codes + (1 << (self.bits - 1)), codes)
-        if self.nan is None:
-            codes = torch.where(exact.isnan(), (1 << (self.bits - 1)) - 1, codes)
-        else:
-            sign = torch.signbit(values) & self.signed_zero
-            codes = torch.where(exact.isnan(), self.nan + 128 * sign, codes)
+        codes = torch.where(exact.isnan(), (1 << (self.bits - 1)) - 1 if self.nan is None else self.nan, codes)
         codes = codes.to(torch.uint8)
         if self.bits == 4:
             require(codes.shape[-1] % 2 == 0, "values.shape[-1]", "even, as two share a byte", codes.shape[-1])
@@ -97,7 +93,7 @@ class Format:
         long as it is not beyond the largest number.
         """
         exponent = torch.frexp(values.double().abs().clamp(self.smallest, self.max)).exponent - 1
-        return torch.ldexp(torch.ones_like(values.double()), exponent.clamp(min=self.min_exponent) - self.mantissa_bits)
+        return _power_of_two(exponent.clamp(min=self.min_exponent) - self.mantissa_bits)
 
 
 E4M3FN = Format("e4m3fn", torch.float8_e4m3fn, 8, 3, -6, nan=0x7F, signed_zero=True)
@@ -218,5 +214,10 @@ def combine_error_bound(rows: torch.Tensor, quant_type: str = "none") -> torch.T
     # half a unit in the last place of the largest that the sum may be
     exponent = torch.frexp(largest.clamp(min=info.tiny)).exponent - 1
     if rows.dtype != torch.float32:
-        error = error + torch.ldexp(torch.full_like(largest, info.eps / 2), exponent)
+        error = error + info.eps / 2 * _power_of_two(exponent)
     return torch.where((largest < info.max) & exact.isfinite().all(0), error, torch.inf)
+
+
+def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """float64, exact on every device (torch.ldexp goes by float32 powers)."""
+    return ((exponent.long() + 1023) << 52).view(torch.float64)

@@ -56,11 +56,11 @@ def bits(values: torch.Tensor) -> list[int]:
 def test_conversions_of_every_number(name: str, device: str, kernels_on: str) -> None:
     """The GPU's bits are the CPU's, for every code, every 16-bit number and every float32 around a rounding."""
     form, codes = FORMATS[name], all_bytes()
-    for word in (torch.uint8, torch.uint16, torch.uint32):
-        for tile in (False, True):
-            assert bits(run_decode(codes.to(device), name, word, tile)) == bits(form.decode(codes))
+    for word, tile in ((torch.uint8, False), (torch.uint16, False), (torch.uint32, False), (torch.uint32, True)):
+        assert bits(run_decode(codes.to(device), name, word, tile)) == bits(form.decode(codes)), (word, tile)
     for values in (all_numbers(torch.bfloat16), all_numbers(torch.float16), float32_samples(name)):
-        assert torch.equal(run_encode(values.to(device), name).cpu(), form.encode(values))
+        got, want = run_encode(values.to(device), name).cpu(), form.encode(values)
+        assert torch.equal(got, want), values.dtype
 
 
 def run(case: CodecCase, device: str) -> None:
@@ -69,21 +69,17 @@ def run(case: CodecCase, device: str) -> None:
     check_codec_case(case, world.run(run_codec_case, case))
 
 
+# few shapes, as every one is compiled for
+WIDE = {"values": "wide", "hidden": 7168, "num_pes": 4, "num_tokens": 8, "top_k": 8}
+ODD = {"hidden": 1001, "num_pes": 3, "top_k": 8, "num_tokens": 8}
 CASES = (
-    CodecCase("fp8_direct_cast", "wide", 7168, num_pes=4, num_tokens=12, top_k=8),
-    CodecCase("fp8_blockwise", "wide", 7168, num_pes=4, num_tokens=12, top_k=8),
-    CodecCase("fp4_blockwise", "wide", 7168, num_pes=4, num_tokens=12, top_k=8),
-    CodecCase("fp8_blockwise", "normal", 7168, num_pes=8, num_tokens=8, top_k=9, weights=False),
-    CodecCase("fp8_blockwise", "nan", 2880, sent=torch.float8_e4m3fn, scales=(23, torch.float32), config=LL),
-    CodecCase("fp4_blockwise", "nan", 1001, num_pes=2, split=True),
-    CodecCase("fp8_direct_cast", "infinite", 129, num_pes=5),
-    CodecCase("fp8_blockwise", "denormal", 1000, config=(("deterministic", True),)),
-    CodecCase("fp4_blockwise", "tiny", 72, num_pes=1, config=LL),
-    CodecCase("fp8_blockwise", "huge", 7),
-    CodecCase("fp4_blockwise", "outlier", 256),
-    *(CodecCase(dtype=d, sent=d, values="nan", hidden=7168, num_pes=4, num_tokens=12, top_k=8) for d in SMALL),
-    *(CodecCase(dtype=d, sent=d, hidden=1001, registered=True, scales=(7, torch.uint8)) for d in SMALL),
-    *(CodecCase(dtype=torch.bfloat16, sent=d, hidden=640, scales=(5, torch.int64)) for d in SMALL),
+    *(CodecCase(quant, **WIDE) for quant in CODECS),
+    CodecCase("fp8_blockwise", **{**WIDE, "values": "nan", "num_pes": 8}, config=LL),
+    CodecCase("fp4_blockwise", "nan", sent=torch.float8_e4m3fn, scales=(7, torch.float32), split=True, **ODD),
+    CodecCase("fp8_direct_cast", "infinite", sent=torch.float8_e4m3fn, scales=(7, torch.float32), **ODD),
+    CodecCase("fp8_blockwise", "tiny", sent=torch.float8_e4m3fn, scales=(7, torch.float32), **ODD),
+    *(CodecCase(dtype=d, sent=torch.float8_e4m3fn, **{**WIDE, "values": "nan"}) for d in SMALL),
+    CodecCase(dtype=SMALL[0], sent=SMALL[0], registered=True, scales=(7, torch.float32), values="nan", **ODD),
 )
 
 
@@ -121,7 +117,7 @@ def graph_program(pe: int, case: CodecCase, rounds: int) -> list[torch.Tensor]:
 
 
 @on_both
-@pytest.mark.parametrize("quant", CODECS)
+@pytest.mark.parametrize("quant", ["fp8_blockwise"])
 def test_replays_of_a_graph(quant: str, device: str) -> None:
     """The order of rows is the same in every replay: rows are sorted by source."""
     case = CodecCase(quant, "wide", 1024, weights=False, config=(("deterministic", True),))
@@ -146,4 +142,7 @@ def test_the_references_on_this_device(quant: str, device: str) -> None:
     there = rows.to(device)
     for mine, theirs in zip(ops.formats.encode_rows(rows, quant), ops.formats.encode_rows(there, quant), strict=True):
         assert mine is None or torch.equal(mine, theirs.cpu())
-    assert torch.equal(combine_error_bound(rows, quant), combine_error_bound(there, quant).cpu())
+    # float64 sums over the rows, in an order of the device's own
+    torch.testing.assert_close(
+        combine_error_bound(there, quant).cpu(), combine_error_bound(rows, quant), rtol=1e-12, atol=0.0
+    )

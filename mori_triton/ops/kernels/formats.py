@@ -126,8 +126,8 @@ def decode(words, FORMAT: tl.constexpr):
 def encode(values, FORMAT: tl.constexpr):
     """Nearest numbers of a format, ties to even, beyond the largest: the largest. An infinity becomes the largest too.
 
-    A NaN becomes the format's NaN; e2m1 has none and takes +6, as NVIDIA's conversion does. -0 keeps its sign where
-    the format has one (not e4m3fnuz).
+    A NaN of either sign becomes the format's NaN (0x7F, 0x80); e2m1 has none and takes +6, as NVIDIA's conversion does.
+    -0 keeps its sign where the format has one (not e4m3fnuz).
 
     Args:
         values: float32 of any shape.
@@ -156,8 +156,9 @@ def encode(values, FORMAT: tl.constexpr):
         code = code | ((bits >> 28) & 0x8)
         code = tl.where(magnitude > 0x7F800000, 0x7, code)
     elif FORMAT == "e4m3fn":
-        code = tl.where(magnitude > 0x7F800000, 0x7F, code)
         code = code | ((bits >> 24) & 0x80)
+        # whatever its sign: NVIDIA's conversions from fp16 lose it, AMD's keep it
+        code = tl.where(magnitude > 0x7F800000, 0x7F, code)
     else:
         code = tl.where(code == 0, 0, code | ((bits >> 24) & 0x80))
         code = tl.where(magnitude > 0x7F800000, 0x80, code)
