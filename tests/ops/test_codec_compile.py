@@ -52,6 +52,18 @@ def test_accesses_and_fences(quant: str, arch: str, monkeypatch: pytest.MonkeyPa
     assert not at["signal"]
 
 
+@pytest.mark.parametrize("quant", QUANTS)
+def test_nvidia_rounds_as_the_others(quant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every float operation to nearest even, subnormal numbers kept, no quotient but the exact one."""
+    made = launches(Case(hidden=7168, top_k=8), monkeypatch, quant_type=quant)
+    for name in ("combine_encode_kernel", "combine_decode_kernel"):
+        text = made[name].compile("sm_90")
+        floats = r"^\s+(?:@%p\d+ )?((?:add|sub|mul|div|fma|rcp|cvt)\.[\w.]*f(?:32|16)[\w.]*)"
+        exact = {"cvt.f32.bf16", "cvt.f32.f16"}
+        rounded = {"add.rn.f32", "mul.rn.f32", "div.rn.f32", "cvt.rn.bf16x2.f32", "cvt.rn.bf16.f32"}
+        assert set(re.findall(floats, text, re.MULTILINE)) <= exact | rounded
+
+
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e4m3fnuz"])
 @pytest.mark.parametrize("arch", sorted(TARGETS))
 def test_payloads_are_loaded_and_stored_wide(dtype: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
