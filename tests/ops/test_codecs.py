@@ -13,7 +13,7 @@ from mori_triton.errors import ArgumentError
 from mori_triton.ops import EpDispatchCombineKernelType as KernelType
 from mori_triton.ops.combine_codec import sum_rows_torch
 from mori_triton.ops.config import PAYLOAD_DTYPES
-from mori_triton.ops.formats import CODECS, QUANT_TYPES
+from mori_triton.ops.formats import CODECS, QUANT_TYPES, encode_rows
 from tests.ops.codec_cases import (
     CodecCase,
     check_codec_case,
@@ -88,6 +88,35 @@ def test_weak_memory(quant: str, seed: int) -> None:
 )
 def test_every_way(quant: str, more: dict[str, Any]) -> None:
     run(CodecCase(quant, "wide", num_pes=2, **more))
+
+
+def wire(pe: int, case: CodecCase) -> None:
+    """What lies in the buffers that peers read, against the reference."""
+    op = start(case, pe)
+    ids = ids_of(case, 0, pe)
+    op.dispatch(sent_tokens(case, 0, pe), None, None, ids)
+    sources, positions = op.decode_send_flat_idx(op.get_dispatch_src_token_pos())
+    pairs = list(zip(sources.tolist(), positions.tolist(), strict=True))
+    rows = combine_input(op, case, 0, pairs)
+    op.combine(rows, None, ids)
+    codes, scales = encode_rows(rows[: len(pairs)], case.quant)
+    assert len(pairs) > 0
+    assert torch.equal(op._buffers.view("combine_in", torch.uint8, *codes.shape), codes)
+    if scales is not None:
+        found = op._buffers.view("combine_in_scales", torch.float32, *scales.shape)
+        assert torch.equal(found.nan_to_num(-1.0), scales.nan_to_num(-1.0))
+        # the rows of no token are left alone
+        rest = op._layout["combine_in_scales"].num_bytes // 4
+        assert bool(op._buffers.view("combine_in_scales", torch.float32, rest)[scales.numel() :].isnan().all())
+    op.close()
+
+
+@pytest.mark.parametrize("values", ["wide", "zeros", "nan"])
+@pytest.mark.parametrize("quant", QUANTS)
+def test_wire_format(quant: str, values: str) -> None:
+    """Codes and scales of docs/formats.md, packed by the width of the call."""
+    case = CodecCase(quant, values, hidden=301, num_pes=2, num_tokens=4)
+    local_world(2, heap_size="16M").run(wire, case)
 
 
 # -- what is refused
