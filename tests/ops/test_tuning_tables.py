@@ -200,7 +200,12 @@ def test_a_malformed_file_that_an_op_would_use_is_an_error(tmp_path):
 
 
 def test_packaged_tables_are_what_their_names_say():
-    for path in sorted(tuning_tables.PACKAGED.glob("*.json")):
+    packaged = sorted(tuning_tables.PACKAGED.glob("*.json"))
+    assert {path.name for path in packaged} >= {
+        f"sm_90_h200-shared_{name}.json"
+        for name in ("IntraNode_ep8_dispatch", "IntraNode_ep8_combine", "IntraNodeLL_ep8_dispatch")
+    }
+    for path in packaged:
         data = json.loads(path.read_text())
         parts = (data["gpu_arch"], data["gpu_model"], data["kernel_type"], data["ep_size"], data["phase"])
         assert path.name == file_name(*parts)
