@@ -46,21 +46,13 @@ def at_peer(bases_ptr, heap, ptr, pe):
 
 
 @triton.jit
-def split_target(target, capacity, inverse=None, shift=None):
-    """(PE, slot) of an entry of `forward` that is not -1: quotient and rest, by a product with an inverse.
+def split_target(target, capacity, inverse, shift):
+    """(PE, slot) of an entry of `forward` that is not -1: `capacity`'s quotient and rest, exact.
 
-    `inverse`, `shift`: of `ops.calls.inverse_of`, exact for every entry; without them one is made here, for kernels
-    that have few words for arguments.
+    `inverse`, `shift`: of `ops.calls.inverse_of(capacity)`; a division would be most of what a program computes.
     """
-    if inverse is not None:
-        quotient = tl.umulhi(target.to(tl.uint32), inverse.to(tl.uint32)) >> shift.to(tl.uint32)
-        return quotient.to(tl.int32), target - quotient.to(tl.int32) * capacity
-    # rounded down, so the quotient is at most one too small for any target below 2^31; loop invariant
-    rounded = 0xFFFFFFFF // tl.cast(capacity, tl.uint32)
-    pe = tl.umulhi(target.to(tl.uint32), rounded).to(tl.int32)
-    slot = target - pe * capacity
-    short = slot >= capacity
-    return pe + short.to(tl.int32), tl.where(short, slot - capacity, slot)
+    quotient = tl.umulhi(target.to(tl.uint32), inverse.to(tl.uint32)) >> shift.to(tl.uint32)
+    return quotient.to(tl.int32), target - quotient.to(tl.int32) * capacity
 
 
 @triton.jit
@@ -182,10 +174,10 @@ def sum_rows(
     offs,
     mask,
     CHUNK: tl.constexpr,
-    EVEN: tl.constexpr = False,
-    works=True,
-    inverse=None,
-    shift=None,
+    EVEN: tl.constexpr,
+    works,
+    inverse,
+    shift,
 ):
     """float32 sum, over a token's PEs in the order of its ids, of columns `offs` of the rows that they hold for it.
 
