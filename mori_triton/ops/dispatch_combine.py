@@ -333,7 +333,7 @@ class EpDispatchCombineOp(EpOpBase):
             total = int(where.total_recv_token_num[0])
             dispatched = self._dispatched if routing is None else routing.indices
             check_contents(input, None if is_absent(weights, 0) else weights, indices, dispatched, total)
-        if in_place and self._last == "combine":
+        if in_place and self._last == "combine" and self._knows_last(capturing):
             raise StateError(f"{what}: peers may still read the registered buffer: a combine came last, not a dispatch")
         given["forward"] = self._argument(where.disp_dest_tok_id_map)
         given["total"] = self._argument(where.total_recv_token_num)

@@ -82,6 +82,7 @@ class EpOpBase:
             0,
         )
         self._errors_seen = state.heap.errors_taken
+        self._in_graphs = False  # whether any call was captured
         self._forget()
         # a fast peer's first write must not meet this PE's zeros: clear, finish, and only then let anyone go on
         self._clear()
@@ -95,7 +96,7 @@ class EpOpBase:
         self._routing: EpDispatchRoutingHandle | None = None  # of the last dispatch, whose count may be another's
         self._num_tokens = 0  # of the last dispatch
         self._dispatched: torch.Tensor | None = None  # a copy of its indices, where the host compares them
-        self._captured = False  # whether the last call was captured
+        self._capture: int | None = None  # `PeState.captures` at the last call, None: it was not captured
 
     # -- sizes -----------------------------------------------------------------------------------------------
 
@@ -192,14 +193,19 @@ class EpOpBase:
 
         Two of a kind in a row have a meeting of all PEs between them.
 
-        A graph may be replayed after any other call: where its capture begins stands a meeting that takes place if
-        what ran before the graph was of this kind.
+        A graph may be replayed after any other call, and any call come after a replay: what begins a graph, or is not
+        captured though graphs are there, has a meeting that takes place if what ran before was of this kind.
         """
-        repeated = what is not None and (self._last == what or (capturing and not self._captured))
+        repeated = what is not None and (self._last == what or not self._knows_last(capturing))
         first = self._meeting(what) if repeated and what else None
         self._phase = Phase.BROKEN
         plan.run(self._state, given, first)
-        self._phase, self._captured = Phase.READY, capturing
+        self._phase, self._capture = Phase.READY, self._state.captures if capturing else None
+        self._in_graphs |= capturing
+
+    def _knows_last(self, capturing: bool) -> bool:
+        """Whether the call before this one is the one that the host saw last: it sees no replay of a graph."""
+        return self._capture == self._state.captures if capturing else not self._in_graphs
 
     def _meeting(self, what: str) -> Step:
         kind = DISPATCHED if what == "dispatch" else COMBINED

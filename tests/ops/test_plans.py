@@ -145,6 +145,41 @@ def test_e1_a_captured_call_looks_at_nothing_and_begins_with_a_meeting(monkeypat
     check_rounds(CASE, [[round_of(CASE, pe, 0) for pe in range(2)]], results)
 
 
+def test_calls_that_a_replay_may_come_before_begin_with_a_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each graph of one phase, and every eager call once there is a graph: a replay of any graph is not seen."""
+    watch = Watch(monkeypatch)
+    capturing = threading.local()
+    monkeypatch.setattr(op_base.EpOpBase, "_is_captured", lambda self: getattr(capturing, "now", False))
+
+    def program(pe: int) -> list[str]:
+        op, state = start(CASE, pe), host_state.current()
+        mine = round_of(CASE, pe, 0)
+        tokens, indices = to_torch(mine.tokens), torch.from_numpy(mine.indices)
+        rows = op.get_registered_combine_input_buffer(torch.bfloat16)
+        combine_round(op, CASE, pe, dispatch_round(op, CASE, mine))
+        state.bootstrap.barrier("warm")
+        watch.on = True
+        for call in (
+            lambda: op.dispatch(tokens, None, None, indices),
+            lambda: op.combine(rows, None, indices),
+            # right behind the graph that only combines, which may have been replayed before a dispatch
+            lambda: op.combine(rows, None, indices),
+        ):
+            capturing.now = True
+            state.captures += 1
+            call()
+            capturing.now = False
+        op.dispatch(tokens, None, None, indices)
+        op.combine(rows, None, indices)
+        state.bootstrap.barrier("done")
+        return [what for what in watch.mine() if what not in ("prepare", "meet")]
+
+    dispatched = ["sync", "dispatch_route", "dispatch_copy"]
+    combined = ["sync", "combine_copy", "combine_reduce"]
+    wanted = [*dispatched, *combined, *combined, *dispatched, *combined]
+    assert local_world(2, heap_size="16M").run(program) == [wanted] * 2
+
+
 def test_plans_tell_apart_what_they_depend_on() -> None:
     """Type, shape, layout and alignment; not contents, nor where memory is otherwise."""
     base = torch.zeros(64, 8, dtype=torch.float32)
