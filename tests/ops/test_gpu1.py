@@ -135,9 +135,13 @@ def test_the_matrix_has_every_value() -> None:
 
 @pytest.mark.gpu1
 @needs_gpu
-def test_f1_f2_more_than_65536_tokens() -> None:
-    """Offsets of rows pass 2^31 bytes, at the receiver, in combine's input and in its output."""
-    problem = Problem(1, 7168, 8, torch.bfloat16, max_tokens=65537, tokens="full", experts_per_pe=2)
+@pytest.mark.parametrize(("num_tokens", "hidden"), [(65537, 7168), (300_000, 7167)])
+def test_f1_f2_more_than_65536_tokens(num_tokens: int, hidden: int) -> None:
+    """More rows than a grid may be high. Of 300,000, which are moved in units of 2 bytes, offsets pass 2^31 units: at
+    the receiver, in combine's input and in its output.
+    """
+    problem = Problem(1, hidden, 8, torch.bfloat16, max_tokens=num_tokens, tokens="full", experts_per_pe=2)
+    assert (num_tokens * hidden > 2**31) == (num_tokens > 65537)
     assert run(problem, "cuda", big_program) == [0]
 
 

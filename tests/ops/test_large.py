@@ -62,3 +62,39 @@ def test_f1_f2_no_kernel_multiplies_for_an_address_by_itself() -> None:
     }
     found = set().union(*(products(module) for module in (carriers, deterministic, dispatch_ll)))
     assert found <= small, found - small
+
+
+# rows of an odd number of 2-byte elements, which are moved and summed in units of 2 bytes, and of 128 ids of 4 bytes:
+# both pass 2^31 of what their offsets count
+FAR_ROWS = 17_000_000
+
+
+def far_program(pe: int, way: str) -> list[int]:
+    """Three tokens in the last of many slots: the wrong elements there, and in what combine makes of them."""
+    problem = Problem(
+        1, 127, 128, torch.bfloat16, max_tokens=FAR_ROWS, experts_per_pe=128, registered=True, config=WAYS[way]
+    )
+    assert (FAR_ROWS - 3) * problem.hidden > 2**31
+    op, first, token = ops.EpDispatchCombineOp(op_config(problem, pe)), FAR_ROWS - 3, torch.arange(3)
+    source = torch.zeros_like(token)
+    tokens, weights = hashed.payload(problem, 0, source, token), hashed.weights_of(problem, 0, source, token)
+    ids = hashed.ids_of(problem, 0, source, token)
+    # as if others had taken all slots before
+    op._buffers.region("recv_slots").fill_(first)
+    out, out_weights, _, out_ids, total = op.dispatch(tokens, weights, None, ids)
+    assert int(total) == FAR_ROWS
+    order = hashed.all_sources(op)[first:].long()
+    assert sorted(order.tolist()) == [0, 1, 2]
+    pairs = [(out, tokens), (out_weights, weights), (out_ids, ids)]
+    wrong = [int((got[first:] != given[order]).sum()) for got, given in pairs]
+    rows = op.get_registered_combine_input_buffer(problem.dtype)
+    rows[first:] = tokens[order] * 2
+    back, _ = op.combine(rows, None, ids)
+    return [*wrong, int((back[:3] != tokens * 2).sum())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["IntraNode", "IntraNodeLL"])
+def test_f1_f2_slots_past_two_to_the_31(way: str) -> None:
+    """A narrow product would be negative, and end outside of the heap. Only the pages that are written are there."""
+    assert local_world(1, heap_size="60G").run(far_program, way) == [[0, 0, 0, 0]]

@@ -12,7 +12,7 @@ _PEER_BASES = tl.constexpr(abi.CONTEXT_FIELDS["peer_bases"].offset // 8)
 
 @triton.jit
 def row_offset(row, row_size):
-    """Offset of `row` in elements, in 64 bits: 65536 rows of 7168 elements pass 2^31."""
+    """Offset of `row` in elements, in 64 bits: what 8 PEs receive of 65536 tokens of 7168 elements passes 2^31."""
     return tl.cast(row, tl.int64) * row_size
 
 
