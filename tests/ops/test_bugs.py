@@ -25,6 +25,7 @@ from tests.ops.cases import (
     Case,
     Round,
     check_case,
+    check_combine,
     check_rounds,
     combine_round,
     config_of,
@@ -190,9 +191,13 @@ def test_a12_overflow_is_dropped_and_reported() -> None:
     back = {(pe, token): value for pe, got in enumerate((first, second)) for token, value in enumerate(got["back"])}
     kept = {(flat // 5, flat % 5) for flat in first["sources"]}
     assert back == {source: float(case.hidden) if source in kept else 0.0 for source in back}
-    for name in ("tokens", "indices", "weights"):
-        assert len(first["next"][name]) == 4
-    assert first["next"]["total"] == second["next"]["total"] == 1
+    for pe, got in enumerate((first["next"], second["next"])):
+        # the other PE's one token, into room for 4
+        assert got["total"] == 1
+        assert got["sources"] == [(1 - pe, 0)]
+        for name in ("tokens", "indices", "weights"):
+            assert got[name][0].tobytes() == getattr(one_each[1 - pe], name)[0].tobytes(), name
+        check_combine(case, pe, got, one_each[pe])
 
 
 # -- B: expert indices

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import triton
 
+from mori_triton import ops
 from mori_triton.errors import ArgumentError, ReceiveOverflow
 from mori_triton.host import state as host_state
 from tests.ops import hashed
@@ -76,15 +79,43 @@ def test_routing_handles_and_replay(config: tuple, device: str) -> None:
     assert run(problem, device, handles_program) == [0] * 3
 
 
-def overflow_program(pe: int, problem: Problem) -> tuple[str, list[int], list[str]]:
-    """Everything goes to one PE, which has room for less. What it said, what it received, what came back by token."""
+# what a dispatch without weights and scales writes
+WRITTEN = (
+    "recv_tokens", "recv_indices", "recv_sources", "recv_slots", "total_recv", "forward", "control",
+    "dispatch_signals", "count_matrix", "count_signals", "block_counts", "route_bases", "sync_signals",
+    "combine_signals",
+)  # fmt: skip
+
+
+def everything(op: ops.EpDispatchCombineOp) -> torch.Tensor:
+    """All bytes of an op's allocation, those between its buffers too."""
+    return host_state.current().driver.tensor(op._address, (op._layout.num_bytes,), torch.uint8)
+
+
+def rest_of(op: ops.EpDispatchCombineOp) -> torch.Tensor:
+    """A copy of what a dispatch has no business with: its own buffers, to their last byte, are left out."""
+    rest = everything(op).clone()
+    for region in op._layout.regions:
+        if region.name in WRITTEN:
+            rest[region.offset : region.offset + region.num_bytes] = 0
+    return rest
+
+
+def overflow_program(pe: int, problem: Problem) -> tuple[str, list[int], list[str], bool]:
+    """Everything goes to one PE, which has room for less. What it said, what it received, what came back by token, and
+    whether dispatch left alone what lies behind its buffers.
+    """
     op, message = start(pe, problem), ""
     mine = Round(problem, pe, 0, op.device)
+    before = rest_of(op)
+    host_state.current().bootstrap.barrier("copied")
     try:
         op.dispatch(*mine.given())
     except ReceiveOverflow as error:
         message = str(error)
     host_state.current().driver.synchronize()
+    host_state.current().bootstrap.barrier("all have sent")
+    intact = torch.equal(rest_of(op), before)
     sources = all_sources(op).tolist()
     rows = hashed.expert(
         problem, pe, op._buffers.view("recv_tokens", problem.dtype, op.config.max_recv, problem.hidden)
@@ -101,7 +132,7 @@ def overflow_program(pe: int, problem: Problem) -> tuple[str, list[int], list[st
     for token in range(mine.n):
         good = torch.equal(hashed.bits_of(out[token]), hashed.bits_of(wanted[token]))
         back.append("whole" if good else "nothing" if not out[token].any() else "wrong")
-    return message, sources, back
+    return message, sources, back, intact
 
 
 @on_both
@@ -111,14 +142,15 @@ def test_a12_more_rows_than_fit(config: tuple, device: str) -> None:
         3, HIDDEN, TOP_K, max_tokens=5, tokens="full", routing="to_one", weights=False,
         config=(*config, ("max_total_recv_tokens", 6)),
     )  # fmt: skip
-    (message, kept, _), *others = results = run(problem, device, overflow_program)
+    (message, kept, *_), *others = results = run(problem, device, overflow_program)
     assert "PE 0 was sent 15 rows, 9 more" in message
     # nothing is written but the slots that there are, on any PE
+    assert all(intact for *_, intact in results)
     assert len(set(kept)) == 6
-    assert all(said == "" and sources == [-1] * 6 for said, sources, _ in others)
+    assert all(said == "" and sources == [-1] * 6 for said, sources, *_ in others)
     if config == DETERMINISTIC:
         assert kept == [0, 1, 2, 3, 4, 5]
-    for pe, (_, _, back) in enumerate(results):
+    for pe, (_, _, back, _) in enumerate(results):
         assert back == ["whole" if pe * 5 + token in kept else "nothing" for token in range(5)]
 
 
@@ -175,6 +207,76 @@ def refusals_program(pe: int, problem: Problem) -> int:
 def test_a8_b5_c1_g7_g8_what_cannot_be_is_refused(device: str) -> None:
     problem = Problem(2, HIDDEN, TOP_K, max_tokens=9, tokens="full")
     assert run(problem, device, refusals_program) == [0, 0]
+
+
+# -- what later calls cost the host
+
+
+@pytest.fixture
+def loads() -> Iterator[list[str]]:
+    """Names of kernels loaded since."""
+    names: list[str] = []
+
+    def note(module, function, name, group, key) -> None:
+        names.append(name)
+
+    triton.knobs.runtime.kernel_load_end_hook.add(note)
+    yield names
+    triton.knobs.runtime.kernel_load_end_hook.remove(note)
+
+
+def later_program(pe: int, problem: Problem, loads: list[str]) -> tuple[int, int, bool, list[str]]:
+    """Two rounds of each way to call, then three more while the GPU is busy: wrong elements, allocations by torch,
+    whether a call waited for the device, kernels loaded.
+    """
+    op, meet = start(pe, problem), host_state.current().bootstrap.barrier
+    mine = Round(problem, pe, 0, op.device)
+    tokens, *_, ids = given = mine.given()
+    registered = op.get_registered_combine_input_buffer(problem.dtype, problem.hidden)
+    gpu = op.device.type == "cuda"
+
+    def rounds() -> torch.Tensor:
+        out, *_ = op.dispatch(*given, call_local_expert_count=True)
+        op.combine(registered, None, ids)
+        out, *_ = op.dispatch(*given)
+        op.dispatch_send(*given)
+        op.dispatch_recv()
+        op.combine_send(out, None, ids)
+        op.combine_recv()
+        op.dispatch(*given)
+        return op.combine(out, None, ids)[0]
+
+    def allocated() -> int:
+        return torch.cuda.memory_stats(op.device)["allocation.all.allocated"] if gpu else 0
+
+    rounds(), rounds()
+    if gpu:
+        torch.cuda._sleep(1)
+        busy = torch.cuda.Event()
+        torch.cuda.synchronize()
+    meet("all is loaded")
+    before, known = allocated(), len(loads)
+    meet("looked")
+    if gpu:
+        # half a second and more: the calls take some milliseconds
+        torch.cuda._sleep(1_000_000_000)
+        busy.record()
+    for _ in range(3):
+        back = rounds()
+    waited = gpu and busy.query()
+    more, new = allocated() - before, loads[known:]
+    meet("counted")
+    # no expert: the same number from each PE
+    terms = (hashed.owners(problem, ids) >= 0).sum(1)[:, None]
+    wrong = (back[: mine.n].float() != (tokens.float() * terms).to(back.dtype).float()).sum()
+    return int(wrong), more, waited, new
+
+
+@on_both
+@every_way
+def test_later_calls_allocate_load_and_wait_for_nothing(config: tuple, device: str, loads: list[str]) -> None:
+    problem = small(Problem(3, HIDDEN, TOP_K, max_tokens=20, tokens="full", config=config), device)
+    assert run(problem, device, later_program, loads) == [(0, 0, False, [])] * 3
 
 
 # -- life of an op, and what else is alive
