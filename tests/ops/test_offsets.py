@@ -14,7 +14,7 @@ import triton.language as tl
 from mori_triton import emulator, local_world
 from mori_triton.device.launch import cross_compile, launch
 from mori_triton.ops.calls import inverse_of
-from mori_triton.ops.kernels import combine, dispatch, rows
+from mori_triton.ops.kernels import combine, combine_codec, dispatch, finish, formats, local_expert_count, rows
 from mori_triton.ops.kernels.rows import row_offset, split_target
 
 pytestmark = pytest.mark.cpu
@@ -101,9 +101,20 @@ def test_f2_no_kernel_multiplies_for_an_address_by_itself() -> None:
         "me * max_tokens",  # < 2^31 by the config
         "tl.cast(row, tl.int64) * row_size",  # row_offset itself
         "to * 0",
+        "(first_block + tl.arange(0, blocks))[:, None] * width",  # within a row, as the next four
+        "block[:, None] * BLOCK",
+        "block[:, None] * WORDS",
+        "piece * BLOCKS",
+        "row_units * (ALIGN // 2)",
+        "num_bytes // WIRE_ALIGN * WIRE_ALIGN",
+        "BLOCK * (4 if FORMAT == 'e2m1' else 8)",  # bits of a block
+        "4 * I",  # a shift
+        "in_order(total, FORMAT, NUM_BYTES) * lift(FORMAT)",  # numbers
+        "unpack(words, FORMAT) * lift(FORMAT)",
+        "values * tl.div_rn(tl.full([BLOCKS], 1.0, tl.float32), scales)[:, None]",
     }
     found = set()
-    for module in (dispatch, combine, rows):
+    for module in (dispatch, combine, combine_codec, finish, formats, local_expert_count, rows):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
                 found.add(ast.unparse(node))
