@@ -1,7 +1,9 @@
 """Worlds on GPUs, without one: streams and graphs are played by threads, kernels run on the emulated device."""
 
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -301,6 +303,43 @@ def test_a_step_must_not_make_collective_calls():
     with pytest.raises(StateError, match=r"shmem_barrier_all .* of PE 0: world.graph: a step must not make collective"):
         world(2).run(program)
     assert time.monotonic() - start < 5
+
+
+def test_a_graph_of_a_world_that_is_gone():
+    """Its kernels have the addresses of memory that was given back."""
+    graphs = {}
+    gone = r"WorldGraph.replay: the memory that the graph uses was given back: shmem was finalized since"
+
+    def program(pe):
+        x = words()
+        graphs[pe] = mori.current_world().graph(lambda: launch(tell_kernel, (1,), shmem.context(), x, 1))
+        graphs[pe].replay()
+        shmem.shmem_finalize()
+        with pytest.raises(StateError, match="shmem was finalized"):
+            graphs[pe].replay()
+        shmem.shmem_init_attr(1, pe, 2, bytes(128))
+        with pytest.raises(StateError, match=gone):
+            graphs[pe].replay()
+
+    def another(pe):
+        with pytest.raises(StateError, match=gone):
+            graphs[pe].replay()
+
+    world(2).run(program)
+    world(2).run(another)
+
+
+def test_a_graph_that_the_program_drops_is_gone():
+    def program(pe):
+        step_holds = threading.Event()
+        graph = mori.current_world().graph(lambda: step_holds.is_set())
+        there = weakref.ref(graph), weakref.ref(step_holds)
+        del graph, step_holds
+        shmem.shmem_barrier_all()
+        gc.collect()
+        return [one() for one in there]
+
+    assert world(2).run(program) == [[None, None]] * 2
 
 
 def test_calls_in_the_wrong_place():

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mori_triton.errors import StateError
@@ -40,7 +41,8 @@ class GpuRun(Run):
         # what graphs are captured and launched on, once there is one
         self.main: Any = None
         self._steps: list[Callable[[], Any] | None] = [None] * world.n
-        self._graph: CapturedGraph | None = None
+        # a captured one, until each PE has taken it: the program decides how long a graph lives
+        self._graphs: list[CapturedGraph | None] = [None] * world.n
         # the thread that captures stands for every PE
         self._capturing = threading.Event()
         super().__init__(world, program, args)
@@ -58,7 +60,7 @@ class GpuRun(Run):
         if self.gpus is None:
             return
         # a graph that the program has kept must not keep the world
-        self._graph, self._steps = None, []
+        self._graphs, self._steps = [], []
         for stream in (*self.streams, self.main):
             # where a device has failed its streams are of no use
             if stream is not None and not self.remains:
@@ -118,10 +120,11 @@ class GpuRun(Run):
         self._steps[here.pe] = step
         here.bootstrap.barrier(_GRAPH)
         if here.pe == 0:
-            self._graph = self._capture()
+            self._graphs = [self._capture()] * here.n_pes
         here.bootstrap.barrier(f"{_GRAPH}, captured")
-        assert self._graph is not None
-        return self._graph
+        graph, self._graphs[here.pe], self._steps[here.pe] = self._graphs[here.pe], None, None
+        assert graph is not None
+        return graph
 
     def _capture(self) -> CapturedGraph:
         assert self.gpus is not None
@@ -154,7 +157,7 @@ class GpuRun(Run):
         if failed is not None:
             self.fail(*failed)
             raise failed[1]
-        return CapturedGraph(self.gpus, self.main, captured, results)
+        return CapturedGraph(self.gpus, self.main, captured, results, self.states)
 
     def _step_as(self, pe: int) -> Any:
         """The step of `pe`, as that PE, by the calling thread."""
@@ -186,8 +189,12 @@ class GpuRun(Run):
 class CapturedGraph(WorldGraph):
     """The steps of all PEs as one CUDA graph, launched by PE 0's thread."""
 
-    def __init__(self, gpus: Gpus, main: Any, captured: Any, results: list[Any]) -> None:
+    def __init__(
+        self, gpus: Gpus, main: Any, captured: Any, results: list[Any], states: Iterable[state.PeState | None]
+    ) -> None:
         self._gpus, self._main, self._captured, self._results = gpus, main, captured, results
+        # whose memory the kernels have the addresses of
+        self._states = {weakref.ref(there) for there in states if there is not None}
         self.cuda_graph: torch.cuda.CUDAGraph | None = captured.graph
         self._ready = [gpus.new_event() for _ in results]
         self._done = gpus.new_event()
@@ -195,6 +202,8 @@ class CapturedGraph(WorldGraph):
     def replay(self) -> Any:
         """See `WorldGraph`."""
         here = state.current()
+        if weakref.ref(here) not in self._states:
+            raise StateError(f"{_REPLAY}: the memory that the graph uses was given back: shmem was finalized since")
         stream = self._gpus.current_stream()
         self._ready[here.pe].record(stream)
         here.meet(_REPLAY)

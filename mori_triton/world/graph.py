@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class WorldGraph(ABC):
-    """What `LocalWorld.graph` returns. On GPUs it must not be replayed after its world's run has ended."""
+    """What `LocalWorld.graph` returns. On GPUs it ends with its world's run, or when shmem is finalized in it."""
 
     cuda_graph: torch.cuda.CUDAGraph | None = None
     """The steps of all PEs as one graph, None on the CPU. A benchmark may replay it from one thread while no PE does
@@ -25,7 +25,8 @@ class WorldGraph(ABC):
         starts when all steps are done. On GPUs the result is what the step returned when it was captured: its tensors
         have new contents.
 
-        Raises: `PeerTimeout` naming the PEs that do not come, `StateError` when a PE has failed.
+        Raises: `PeerTimeout` naming the PEs that do not come, `StateError` when a PE has failed, and on GPUs when shmem
+            was finalized since the capture.
         """
 
 
