@@ -1,6 +1,6 @@
 """Host time of an eager dispatch and combine and of a graph replay, beside that of launching an empty kernel.
 
-    python bench/bench_host_overhead.py --out docs/measurements/data     # PYTHONPATH=. where not installed
+    python bench/bench_host_overhead.py --out docs/measurements     # PYTHONPATH=. where not installed
 
 Each call is timed by the host's clock on every PE; the GPU is synchronised between a few rounds, outside of the times.
 PEs are threads of one process on one core: they take turns, and meet where kernels wait for each other, so a call of 8
@@ -22,7 +22,7 @@ import triton
 import typer
 
 import mori_triton as mori
-from bench import problem
+from bench import plot, problem
 from bench.problem import Problem
 from bench.report import Column, Results, console, environment, show
 from mori_triton import ops
@@ -233,10 +233,10 @@ def main(
     experts: int = 256,
     calls: Annotated[int, typer.Option(help="timed calls of each kind")] = 400,
     cores: Annotated[int, typer.Option(help="of the host, 0: all")] = 1,
-    out: Annotated[Path | None, typer.Option(help="directory for a JSONL file")] = None,
+    out: Annotated[Path | None, typer.Option(help="directory for a JSONL file and a plot")] = None,
     commit: Annotated[str | None, typer.Option(help="of the sources, where they have no .git")] = None,
 ) -> None:
-    """Measure host time; print a table; write each measurement to `out`."""
+    """Measure host time; print a table; write each measurement and a plot to `out`."""
     require(device in ("cuda", "hip", "cpu"), "device", "cuda, hip or cpu", device)
     if cores:
         os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[:cores]))
@@ -261,6 +261,8 @@ def main(
     show(title, results.of("call"), COLUMNS)
     if results.path is not None:
         console().print(f"wrote {results.path}")
+        drawn = plot.host(results.rows, results.path.with_suffix(".png"), results.environment)
+        console().print(f"wrote {drawn}" if drawn else "no plot: matplotlib is not installed (the extra `plot`)")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A run's picture: medians beside their floors, and time per byte by number of tokens."""
+"""A run's picture: medians beside their floors and time per byte by number of tokens, or the host's time of calls."""
 
 from __future__ import annotations
 
@@ -15,16 +15,10 @@ def intranode(rows: Sequence[Mapping[str, Any]], path: Path, environment: Mappin
 
     Raises: FileExistsError: results are never overwritten.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        return None
+    pyplot = _pyplot()
     phases = [row for row in rows if str(row.get("how", "")).startswith("phase in")]
-    if not phases:
+    if pyplot is None or not phases:
         return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     sizes = sorted({row["tokens"] for row in phases if row["kind"] == "round"})
     scaling = [row for row in phases if row["kind"] == "scaling"]
     figure, axes = pyplot.subplots(1, len(sizes) + bool(scaling), figsize=(5 * (len(sizes) + 1), 5), squeeze=False)
@@ -45,12 +39,48 @@ def intranode(rows: Sequence[Mapping[str, Any]], path: Path, environment: Mappin
         axis.set_ylim(bottom=0)
         axis.set(xlabel="tokens per PE", ylabel="ps per byte moved", title="Scaling")
         axis.legend()
+    return _saved(figure, path, environment)
+
+
+def host(rows: Sequence[Mapping[str, Any]], path: Path, environment: Mapping[str, Any]) -> Path | None:
+    """Draw the calls of `bench_host_overhead.py`, a panel for each number of PEs, medians with their p90 as a whisker.
+
+    Returns, raises: as `intranode`.
+    """
+    pyplot = _pyplot()
+    calls = [row for row in rows if row["kind"] == "call"]
+    if pyplot is None or not calls:
+        return None
+    worlds = sorted({row["pes"] for row in calls})
+    figure, axes = pyplot.subplots(1, len(worlds), figsize=(6 * len(worlds), 4), squeeze=False)
+    for axis, pes in zip(axes[0], worlds, strict=True):
+        of = [row for row in calls if row["pes"] == pes][::-1]
+        medians = [row["median_us"] for row in of]
+        above = [row["p90_us"] - row["median_us"] for row in of]
+        axis.barh([f"{row['kernel_type']}\n{row['what']}" for row in of], medians, xerr=[[0.0] * len(of), above])
+        axis.set(xlabel="µs of host time, slowest PE", title=f"{pes} PEs")
+    return _saved(figure, path, environment)
+
+
+def _pyplot() -> Any:
+    """matplotlib's pyplot, drawing to files; None where it is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _saved(figure: Any, path: Path, environment: Mapping[str, Any]) -> Path:
     versions = "torch {torch}, Triton {triton}, driver {driver}, commit {commit}".format_map(dict(environment))
     figure.suptitle(f"{environment['gpu'] or 'emulated device'}; {versions}", fontsize=9)
     figure.tight_layout()
     with path.open("xb") as file:
         figure.savefig(file, format="png", dpi=120)
-    pyplot.close(figure)
+    _pyplot().close(figure)
     return path
 
 

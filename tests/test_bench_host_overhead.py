@@ -42,6 +42,9 @@ def test_a_run_times_launches_calls_and_replays(tmp_path: Path) -> None:
     for row in rows:
         assert row["calls"] == 3
         assert 0 < row["least_us"] <= row["median_us"] <= row["p90_us"]
+    (drawn,) = tmp_path.glob("*.png")
+    assert drawn.stem == path.stem
+    assert drawn.read_bytes().startswith(b"\x89PNG")
     assert "prepared, 25 arguments" in text
     assert "top-2 of 4" in text
 

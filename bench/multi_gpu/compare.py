@@ -1,6 +1,6 @@
 """Parts (b) and (d): rounds beside torch.distributed's, and beside the rate of copies between the GPUs of this host.
 
-    torchrun --standalone --nproc-per-node N -m bench.multi_gpu.compare --out docs/measurements/data
+    torchrun --standalone --nproc-per-node N -m bench.multi_gpu.compare --out docs/measurements
 
 Every way is checked before anything is timed and again afterwards. Samples of all ways alternate; each starts at a
 barrier of all PEs on the stream, and counts as long as the slowest PE takes.
