@@ -99,8 +99,11 @@ class StepMaker:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of bytes in the place of `tensor`, whose type a kernel need not know."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device) if tensor.numel() == 0 else tensor.view(torch.uint8)
+    """An example of bytes for `tensor`, whose type a kernel need not know.
+
+    Not a view of it: contiguous memory of one column may have any stride there, and then torch makes none.
+    """
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device)
 
 
 def plan_key(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:

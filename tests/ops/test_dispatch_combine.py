@@ -8,9 +8,10 @@ import random
 from typing import Any
 
 import pytest
+import torch
 
-from mori_triton import local_world
-from tests.ops.cases import Case, check_case, run_case
+from mori_triton import local_world, ops
+from tests.ops.cases import Case, check_case, config_of, run_case
 
 pytestmark = pytest.mark.cpu
 
@@ -95,6 +96,25 @@ def test_row_bytes_of_every_alignment() -> None:
     """Rows of 2, 4, 8 and 16 bytes' alignment take other instructions."""
     for hidden in (5, 6, 12):
         run(Case(hidden=hidden, rounds=2, max_tokens=9))
+
+
+def columns(pe: int) -> None:
+    """One column, as the transpose of a row: contiguous, and no view of it as bytes is to be had."""
+    op = ops.EpDispatchCombineOp(config_of(Case(num_pes=1, hidden=1, top_k=1, scales=(1, 4)), pe))
+    tokens, scales = torch.tensor([[1.0, 2, 3]], dtype=torch.bfloat16).t(), torch.tensor([[4.0, 5, 6]]).t()
+    indices = torch.zeros(3, 1, dtype=torch.int32)
+    assert tokens.is_contiguous()
+    out, _, out_scales, *_ = op.dispatch(tokens, None, scales, indices)
+    order = op.get_dispatch_src_token_pos().long()
+    assert torch.equal(out[:3], tokens[order])
+    assert torch.equal(out_scales[:3], scales[order])
+    rows = torch.empty(1, 3, dtype=torch.bfloat16).t()
+    rows[:] = 2 * out[:3]
+    assert torch.equal(op.combine(rows, None, indices)[0][:3], 2 * tokens)
+
+
+def test_columns_of_any_stride() -> None:
+    local_world(1, heap_size="1M").run(columns)
 
 
 SMALL = (
