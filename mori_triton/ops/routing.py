@@ -57,7 +57,9 @@ def new_handle(
         torch.empty(most, k, dtype=torch.int32, device=device),
         torch.empty(0, dtype=torch.int32, device=device),
         torch.empty(0, dtype=torch.int32, device=device),
-        torch.empty(1, dtype=torch.int32, device=device),
+        # the caller's kernels may read it behind those of a broken op, which write nothing; no other fill is needed,
+        # and the constructor has loaded this one
+        torch.zeros(1, dtype=torch.int32, device=device),
         torch.empty(config.max_recv, dtype=torch.int32, device=device),
         num_tokens,
         indices,

@@ -11,7 +11,7 @@ import torch
 
 from mori_triton import local_world, ops
 from mori_triton.errors import ArgumentError, StateError
-from mori_triton.ops.kernels.finish import COMBINE_EPOCH, DISPATCH_EPOCH, SYNC_EPOCH
+from mori_triton.ops.kernels.finish import COMBINE_EPOCH, DISPATCH_EPOCH, STATUS, SYNC_EPOCH
 from tests.ops.cases import (
     Case,
     check_rounds,
@@ -162,3 +162,20 @@ def refused(pe: int) -> None:
 
 def test_what_handles_are_refused_for() -> None:
     local_world(CASE.num_pes, heap_size="16M").run(refused)
+
+
+def silent(pe: int) -> int:
+    op = start(CASE, pe)
+    given = inputs_on(op, CASE, round_of(CASE, pe, 0))
+    # of a time-out that a GPU's host has not looked at yet
+    op._buffers.region("control")[STATUS.value] = 1
+    return int(op.dispatch(*given, return_routing=True)[4])
+
+
+def test_d20_a_new_handle_counts_no_rows_before_its_dispatch_does() -> None:
+    """A broken op's kernels do nothing, and the caller's are launched behind them: they read the count."""
+    torch.use_deterministic_algorithms(True)  # fills new memory
+    try:
+        assert local_world(CASE.num_pes, heap_size="16M").run(silent) == [0] * CASE.num_pes
+    finally:
+        torch.use_deterministic_algorithms(False)
