@@ -54,6 +54,18 @@ def test_what_cannot_be_read_is_said_without_a_traceback(tmp_path):
     assert isinstance(done.exception, SystemExit)
 
 
+def test_a_place_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench.PeBench, "measure", None)
+    (tmp_path / "file").touch()
+    for out, journal in (("file", "journal"), ("file/out", "journal"), ("out", "file/journal"), ("out", ".")):
+        done = run("tune", "--out", str(tmp_path / out), "--journal", str(tmp_path / journal), *TINY)
+        assert done.exit_code == 2, done.output
+        name = "out" if out.startswith("file") else "journal"
+        assert f"mori-triton tune: {name}: want a" in done.output
+        assert str(tmp_path / (out if name == "out" else journal)) in done.output
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["file"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [(["--tokens", "0..4"], "--tokens"), (["--tokens", "4..1"], "--tokens"), (["--tokens", "x"], "--tokens"),

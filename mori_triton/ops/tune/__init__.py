@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 import triton
 
-from mori_triton.errors import require
+from mori_triton.errors import ArgumentError, require
 from mori_triton.host import state as host_state
 from mori_triton.ops.buffers import ep_buffer_layout
 from mori_triton.ops.tune.bench import DTYPES, SUMMED, PeBench, Problem, row_shape
@@ -127,11 +128,13 @@ def tune(
         The outcome of every call, those from the journal included.
 
     Raises:
-        ArgumentError: no such problem, an unreadable table or journal, or the journal of another run.
+        ArgumentError: no such problem, an unreadable table or journal, the journal of another run, or a place that
+            cannot be written.
     """
     _check(problem)
     layouts = [ep_buffer_layout(problem.config(0, quant)).num_bytes for quant in problem.quant_types]
     world = local_world(problem.ep_size, device, heap_size=sum(layouts) + _HEAP_SLACK, arch=arch, timeout_s=60.0)
+    _check_out(out)
     board: dict[int, dict[str, Any]] = {}
     outcomes: list[Outcome] = []
 
@@ -171,6 +174,16 @@ def _check(problem: Problem) -> None:
     require(whole, "num_experts", want, problem.num_experts)
     for quant in problem.quant_types:
         problem.config(0, quant)
+
+
+def _check_out(out: Path) -> None:
+    """Measuring takes minutes: a directory that takes no file is to be known before."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ArgumentError(f"out: want a directory that can be written, got {out}: {error.strerror}") from error
 
 
 def _follow(bench: PeBench) -> None:

@@ -20,13 +20,20 @@ class Journal:
         fresh: forget the run that is there.
 
     Raises:
-        ArgumentError: the file holds another run, or is no journal.
+        ArgumentError: the file holds another run, is no journal, or cannot be read or written.
     """
 
     def __init__(self, path: Path | None, run: Mapping[str, Any], *, fresh: bool = False) -> None:
-        self._path, self.lines = path, []
+        self._path = path
+        self.lines: list[dict[str, Any]] = []
         if path is None:
             return
+        try:
+            self._open(path, run, fresh)
+        except OSError as error:
+            raise ArgumentError(f"journal: want a file that can be written, got {path}: {error.strerror}") from error
+
+    def _open(self, path: Path, run: Mapping[str, Any], fresh: bool) -> None:
         if path.exists():
             self.lines = _read(path)
         if fresh or not self.lines or self.lines[-1]["kind"] == "end":
