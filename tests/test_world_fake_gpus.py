@@ -331,10 +331,10 @@ def test_a_graph_of_a_world_that_is_gone():
 
 def test_a_graph_that_the_program_drops_is_gone():
     def program(pe):
-        step_holds = threading.Event()
-        graph = mori.current_world().graph(lambda: step_holds.is_set())
-        there = weakref.ref(graph), weakref.ref(step_holds)
-        del graph, step_holds
+        used = threading.Event()
+        graph = mori.current_world().graph(used.is_set)
+        there = weakref.ref(graph), weakref.ref(used)
+        del graph, used
         shmem.shmem_barrier_all()
         gc.collect()
         return [one() for one in there]
