@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+import triton
 
 import mori_triton as mori
 from mori_triton import shmem
@@ -380,6 +381,19 @@ def test_a_device_that_fails(fake, monkeypatch):
     assert fake[0].given == 0
     for stream in fake[0].streams:
         fake[0].give_stream(stream)
+
+
+def test_the_emulated_device_does_not_get_in_the_way_of_gpus(monkeypatch):
+    """Triton has one active driver: kernels of a world on GPUs would be compiled for the emulated device."""
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(type(triton.runtime.driver), "active", object(), raising=False)
+    here, there = gpus.Gpus("cuda"), gpus.Gpus("cuda")
+    for one in (here, there):
+        with pytest.raises(StateError, match="a world on GPUs runs in this process"):
+            mori.local_world(2).run(lambda pe: pe)
+        one.close()
+    assert mori.local_world(2).run(lambda pe: pe) == [0, 1]
 
 
 def test_auto_takes_a_gpu_unless_the_emulated_device_is_meant(monkeypatch):

@@ -192,6 +192,8 @@ class EmulatedDriver(DriverBase):
         self.utils, self.launcher_cls = _Utils(), _Launcher
         self.defaults: list[Device] = []
         self._users = 0
+        # worlds on GPUs of this process, whose kernels need the driver that Triton has
+        self._gpu_worlds = 0
         self._lock = threading.Lock()
         self._before: Any = None
         self._compile: _OneAtATime | None = None
@@ -204,6 +206,10 @@ class EmulatedDriver(DriverBase):
                 "another. Unset it: local_world(device='cpu') runs kernels without a GPU"
             )
         with self._lock:
+            if self._gpu_worlds:
+                raise StateError(
+                    "a world on GPUs runs in this process, and Triton serves one kind of device at a time: let it end"
+                )
             self._users += 1
             if self._users > 1:
                 return
@@ -211,6 +217,21 @@ class EmulatedDriver(DriverBase):
             _chain(self.utils.on_load)
             self._compile = triton.compiler.compile = _OneAtATime(triton.compiler.compile)
             triton.runtime.driver.set_active(self)
+
+    def keep_out(self) -> None:
+        """Refuse every `hold` until `let_in`: a world on GPUs runs. Raises `StateError` when this driver is active."""
+        with self._lock:
+            if triton.runtime.driver.active is self:
+                raise StateError(
+                    "Triton runs on the emulated device now: end the world on the CPU, or call deactivate() of what "
+                    "mori_triton.emulator.activate() returned, before a world on GPUs runs"
+                )
+            self._gpu_worlds += 1
+
+    def let_in(self) -> None:
+        """Undo one `keep_out`."""
+        with self._lock:
+            self._gpu_worlds -= 1
 
     def release(self) -> None:
         """Undo one `hold`; the last one puts back the driver and the hooks that were there before."""

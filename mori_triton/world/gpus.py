@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from mori_triton.errors import ArgumentError, StateError
+from mori_triton.emulator import driver as emulated_driver
+from mori_triton.errors import ArgumentError
 from mori_triton.host import drivers
 from mori_triton.host.drivers.base import Driver
 
@@ -42,10 +43,12 @@ class Gpus:
         # by the caller's thread: two PEs at once would both start torch.cuda
         torch.cuda.init()
         self.num_gpus = torch.cuda.device_count()
-        _refuse_emulator()
+        # Triton has one active driver in a process, so GPUs and the emulated device take turns
+        emulated_driver.driver().keep_out()
 
     def close(self) -> None:
         """After the last use."""
+        emulated_driver.driver().let_in()
 
     def open_driver(self, index: int, heap_mode: str) -> Driver:
         """A driver of GPU `index`."""
@@ -126,16 +129,3 @@ def _no_garbage() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _refuse_emulator() -> None:
-    """Triton has one active driver in a process, so GPUs and the emulated device take turns."""
-    import triton
-
-    from mori_triton.emulator.driver import EmulatedDriver
-
-    if isinstance(triton.runtime.driver.active, EmulatedDriver):
-        raise StateError(
-            "Triton runs on the emulated device now: end the world on the CPU, or call deactivate() of what "
-            "mori_triton.emulator.activate() returned, before a world on GPUs runs"
-        )
