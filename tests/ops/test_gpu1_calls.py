@@ -11,12 +11,24 @@ import pytest
 import torch
 import triton
 
-from mori_triton import ops
-from mori_triton.errors import ArgumentError, ReceiveOverflow
+from mori_triton import local_world, ops
+from mori_triton.errors import ArgumentError, PeerTimeout, ReceiveOverflow, StateError
 from mori_triton.host import state as host_state
 from tests.ops import hashed
 from tests.ops.hashed import Problem, Round, all_sources, one_round, run_experts, wrong_in_combine
-from tests.ops.on_both import DETERMINISTIC, HIDDEN, TOP_K, every_way, needs_gpu, on_both, run, small, start
+from tests.ops.on_both import (
+    DETERMINISTIC,
+    HIDDEN,
+    LL,
+    TOP_K,
+    every_way,
+    heap_bytes,
+    needs_gpu,
+    on_both,
+    run,
+    small,
+    start,
+)
 
 
 def split_program(pe: int, problem: Problem) -> int:
@@ -209,6 +221,53 @@ def test_a8_b5_c1_g7_g8_what_cannot_be_is_refused(device: str) -> None:
     assert run(problem, device, refusals_program) == [0, 0]
 
 
+# -- a peer that does not come
+
+
+def missing_program(pe: int, problem: Problem) -> tuple[int, str]:
+    """A good round, one that PE 1 stays away from, and after a reset another good one: what PE 0 was told."""
+    op, here, message = start(pe, problem), host_state.current(), ""
+    mine = Round(problem, pe, 0, op.device)
+    wrong = one_round(op, problem, mine)
+    here.driver.synchronize()
+    here.bootstrap.barrier("a good round")
+    # PEs that share a GPU would meet on the host first, and say there who is missing
+    meet, here.rendezvous = here.rendezvous, None
+
+    def alone() -> None:
+        op.dispatch(*mine.given())
+        # on a GPU the next call tells
+        here.driver.synchronize()
+        op.dispatch(*mine.given())
+
+    if pe == 0:
+        with pytest.raises(PeerTimeout) as caught:
+            alone()
+        message = str(caught.value)
+        with pytest.raises(StateError, match="reset"):
+            op.combine(mine.tokens, None, mine.ids)
+    here.rendezvous = meet
+    here.bootstrap.barrier("given up")
+    op.reset()
+    wrong += one_round(op, problem, mine)
+    return int(wrong), message
+
+
+@on_both
+@pytest.mark.parametrize(
+    ("config", "kernel"),
+    [((), "dispatch_copy_kernel"), (LL, "dispatch_ll_kernel"), (DETERMINISTIC, "dispatch_count_kernel")],
+    ids=["IntraNode", "IntraNodeLL", "deterministic"],
+)
+def test_d20_a_missing_peer_is_named_and_reset_recovers(config: tuple, kernel: str, device: str) -> None:
+    problem = small(Problem(2, HIDDEN, TOP_K, max_tokens=20, tokens="full", config=config), device)
+    world = local_world(2, device, heap_size=heap_bytes(problem), timeout_s=1.0)
+    (wrong, message), other = world.run(missing_program, problem)
+    assert (wrong, other) == (0, (0, ""))
+    for part in (kernel, "on PE 0 waiting for PE 1", "expected >= 2, saw 1"):
+        assert part in message, message
+
+
 # -- what later calls cost the host
 
 
@@ -235,16 +294,16 @@ def later_program(pe: int, problem: Problem, loads: list[str]) -> tuple[int, int
     registered = op.get_registered_combine_input_buffer(problem.dtype, problem.hidden)
     gpu = op.device.type == "cuda"
 
-    def rounds() -> torch.Tensor:
-        out, *_ = op.dispatch(*given, call_local_expert_count=True)
+    def rounds() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        op.dispatch(*given, call_local_expert_count=True)
         op.combine(registered, None, ids)
         out, *_ = op.dispatch(*given)
         op.dispatch_send(*given)
         op.dispatch_recv()
         op.combine_send(out, None, ids)
         op.combine_recv()
-        op.dispatch(*given)
-        return op.combine(out, None, ids)[0]
+        out, _, _, out_ids, total = op.dispatch(*given)
+        return op.combine(out, None, ids)[0], out_ids, total
 
     def allocated() -> int:
         return torch.cuda.memory_stats(op.device)["allocation.all.allocated"] if gpu else 0
@@ -262,10 +321,14 @@ def later_program(pe: int, problem: Problem, loads: list[str]) -> tuple[int, int
         torch.cuda._sleep(1_000_000_000)
         busy.record()
     for _ in range(3):
-        back = rounds()
+        back, out_ids, total = rounds()
     waited = gpu and busy.query()
     more, new = allocated() - before, loads[known:]
     meet("counted")
+    # any dispatch of these inputs brings the same ids
+    counts = ops.local_expert_count_torch(op.config, out_ids.cpu(), int(total))
+    assert int(counts.sum()) > 0
+    assert op.local_expert_count.tolist() == counts.tolist()
     # no expert: the same number from each PE
     terms = (hashed.owners(problem, ids) >= 0).sum(1)[:, None]
     wrong = (back[: mine.n].float() != (tokens.float() * terms).to(back.dtype).float()).sum()
