@@ -108,8 +108,7 @@ class EpDispatchCombineOp(EpOpBase):
         warp_per_block: int = -1,
         call_local_expert_count: bool = False,
     ) -> tuple[Any, ...]:
-        """The sending half of `dispatch`: waits for no peer, but with `deterministic` for the peers' counts. The next
-        call of the op has to be `dispatch_recv`.
+        """The sending half of `dispatch`: waits for no rows (`deterministic`: for counts). Then comes `dispatch_recv`.
 
         Args and errors: as `dispatch`; `call_local_expert_count` is for `dispatch_recv` to do.
 
