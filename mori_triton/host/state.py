@@ -43,8 +43,6 @@ class PeState:
     closed: bool = False
     # how the PEs of a world on GPUs in one process wait for each other; None: nobody has to
     rendezvous: Callable[[str], None] | None = None
-    # graphs that `world.graph` has begun to capture: what is in different ones may be replayed in any order
-    captures: int = 0
     _detach: Callable[[], None] | None = None
 
     @property

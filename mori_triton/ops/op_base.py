@@ -15,7 +15,7 @@ from mori_triton.host import context
 from mori_triton.host import state as host_state
 from mori_triton.ops.buffers import CLEARED, EpBuffers, ep_buffer_layout
 from mori_triton.ops.config import PAYLOAD_DTYPES, EpDispatchCombineConfig
-from mori_triton.ops.kernels.finish import COMBINED, DISPATCHED, STATUS, sync_kernel
+from mori_triton.ops.kernels.finish import COMBINED, DISPATCHED, LAST, STATUS, sync_kernel
 from mori_triton.ops.plans import Plan, Step, StepMaker
 from mori_triton.ops.routing import EpDispatchRoutingHandle
 from mori_triton.ops.tuning import EpLaunchConfig, launch_config, tables_for
@@ -96,7 +96,7 @@ class EpOpBase:
         self._routing: EpDispatchRoutingHandle | None = None  # of the last dispatch, whose count may be another's
         self._num_tokens = 0  # of the last dispatch
         self._dispatched: torch.Tensor | None = None  # a copy of its indices, where the host compares them
-        self._capture: int | None = None  # `PeState.captures` at the last call, None: it was not captured
+        self._capture = 0  # of the last call, see `_capture_id`
 
     # -- sizes -----------------------------------------------------------------------------------------------
 
@@ -179,6 +179,10 @@ class EpOpBase:
     def _is_captured(self) -> bool:
         return not self._on_host and torch.cuda.is_current_stream_capturing()
 
+    def _capture_id(self) -> int:
+        """Which graph the current stream is captured into, not 0."""
+        return self._state.driver.capture_id(torch.cuda.current_stream(self.device).cuda_stream)
+
     def _keep(self, key: Any, plan: Plan) -> Plan:
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
@@ -200,12 +204,12 @@ class EpOpBase:
         first = self._meeting(what) if repeated and what else None
         self._phase = Phase.BROKEN
         plan.run(self._state, given, first)
-        self._phase, self._capture = Phase.READY, self._state.captures if capturing else None
+        self._phase, self._capture = Phase.READY, self._capture_id() if capturing else 0
         self._in_graphs |= capturing
 
     def _knows_last(self, capturing: bool) -> bool:
         """Whether the call before this one is the one that the host saw last: it sees no replay of a graph."""
-        return self._capture == self._state.captures if capturing else not self._in_graphs
+        return self._capture == self._capture_id() if capturing else not self._in_graphs
 
     def _meeting(self, what: str) -> Step:
         kind = DISPATCHED if what == "dispatch" else COMBINED
@@ -242,14 +246,19 @@ class EpOpBase:
         """
         if self._begin("get_dispatch_src_token_pos"):
             raise StateError("get_dispatch_src_token_pos: waits for the device, which a captured stream cannot")
-        if self._last != "dispatch":
+        dispatched = self._last == "dispatch"
+        if dispatched or self._in_graphs:
+            self._state.driver.synchronize()
+            self._raise_errors()
+        if self._in_graphs:
+            # a replay may have come last, which only the device knows
+            dispatched = int(self._buffers.region("control")[LAST.value]) == DISPATCHED.value
+        if not dispatched:
             raise StateError(
                 "get_dispatch_src_token_pos: ask between dispatch and combine, at other times peers may be writing"
             )
-        assert self._routing is not None
-        self._state.driver.synchronize()
-        self._raise_errors()
-        return self._own_routing.disp_tok_id_to_src_tok_id_local[: int(self._routing.total_recv_token_num[0])]
+        routing = self._routing or self._own_routing
+        return self._own_routing.disp_tok_id_to_src_tok_id_local[: int(routing.total_recv_token_num[0])]
 
     def decode_send_flat_idx(self, flat_idx: Any) -> tuple[Any, Any]:
         """(source PE, token) of an entry of `get_dispatch_src_token_pos`; elementwise for a tensor of them."""

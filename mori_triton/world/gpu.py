@@ -166,7 +166,6 @@ class GpuRun(Run):
         if mine is None or theirs is None or step is None:
             raise StateError(f"{_GRAPH}: shmem was finalized on PE {pe}")
         state.bind(theirs)
-        theirs.captures += 1
         try:
             with self.gpus.stream(self.streams[pe]):
                 return step()

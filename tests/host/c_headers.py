@@ -15,6 +15,7 @@ OPAQUE = ("opaque",)
 _BASE = {
     "char": 1, "signed char": 1, "unsigned char": 1, "short": 2, "unsigned short": 2, "int": 4, "unsigned int": 4,
     "unsigned": 4, "long long": 8, "unsigned long long": 8, "size_t": 8, "uint64_t": 8, "uint32_t": 4, "float": 4,
+    "unsigned __int64": 8,
 }  # fmt: skip
 
 
@@ -37,8 +38,11 @@ class Header:
         # what it returns, its arguments
         self._functions: dict[str, tuple[str, str]] = {}
         pattern = r"(CUresult|hipError_t|const char\*) (?:CUDAAPI )?(\w+) ?\(((?:[^()]|\(0\))*)\);"
+        # those of symbols whose names now stand for later versions, for programs that are linked to them
+        self._former: dict[str, tuple[str, str]] = {}
         for result, name, arguments in re.findall(pattern, self.text):
-            self._functions.setdefault(name, (result, arguments.replace("__dparm(0)", "")))
+            both = result, arguments.replace("__dparm(0)", "")
+            (self._former if name in self._functions else self._functions)[name] = both
 
     def _read_enums(self) -> None:
         for tag, body, name in re.findall(r"enum (?:__HIP_NODISCARD )?(\w*) ?\{([^{}]*)\} ?(\w*) ?;", self.text):
@@ -68,10 +72,11 @@ class Header:
 
     def declares(self, symbol: str) -> bool:
         """Whether there is a function whose exported symbol this is."""
-        return any(self.exported(name) == symbol for name in self._functions)
+        return symbol in self._former or any(self.exported(name) == symbol for name in self._functions)
 
     def _function(self, symbol: str) -> tuple[str, str]:
-        return next(both for name, both in self._functions.items() if self.exported(name) == symbol)
+        found = [both for name, both in self._functions.items() if self.exported(name) == symbol]
+        return found[0] if found else self._former[symbol]
 
     def arguments(self, symbol: str) -> tuple[Any, ...]:
         """Argument types of the function whose exported symbol this is."""

@@ -54,6 +54,8 @@ class FakeGpus:
         self.memory: dict[str, dict] = {kind: {} for kind in ("device", "host", "reserved", "mapped", "handles")}
         self.opened: Counter[int] = Counter()
         self.access: set[tuple] = set()
+        # captures begun, and the stream of the one that goes on
+        self.captures, self.captured = 0, ()
         self.others: dict[str, set[int]] = {kind: set() for kind in ("streams", "events", "graphs", "executables")}
         self.exports: dict[int, int] = {}
         self.globals: dict[bytes, int] = {}
@@ -295,9 +297,18 @@ class FakeGpus:
         pass
 
     def do_capture_begin(self, stream, mode):
-        pass
+        self.captures += 1
+        self.captured = stream
+
+    def do_capture_info(self, stream, status, out):
+        if self.captured == stream:
+            status[0], out[0] = 1, self.captures
+        else:
+            # a capture that failed is none that goes on
+            status[0], out[0] = 2, 77
 
     def do_capture_end(self, stream, out):
+        self.captured = ()
         return self._number("graphs", out)
 
     def do_graph_instantiate(self, out, graph, flags):

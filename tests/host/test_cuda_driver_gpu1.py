@@ -319,14 +319,20 @@ def test_streams_events_and_graphs(driver):
         tensor.add_(1)
     driver.stream_synchronize(second)
     assert tensor.eq(6).all()
+    assert driver.capture_id(first) == 0
     driver.begin_capture(first)
     with torch.cuda.stream(torch.cuda.ExternalStream(first)):
         tensor.mul_(2)
+    found = driver.capture_id(first)
+    assert found != 0
     graph = driver.end_capture(first)
     for _ in range(3):
         driver.launch_graph(graph, first)
     driver.stream_synchronize(first)
     assert tensor.eq(48).all()
+    driver.begin_capture(first)
+    assert driver.capture_id(first) not in (0, found)
+    driver.destroy_graph(driver.end_capture(first))
     driver.destroy_graph(graph)
     driver.destroy_event(event)
     driver.destroy_stream(first)

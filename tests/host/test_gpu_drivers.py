@@ -250,7 +250,9 @@ def test_streams_events_and_graphs(kind):
     driver.record_event(event, 0)
     driver.wait_event(stream, event)
     driver.begin_capture(stream)
+    assert driver.capture_id(stream) == 1
     graph = driver.end_capture(stream)
+    assert driver.capture_id(stream) == 0
     driver.launch_graph(graph, stream)
     driver.stream_synchronize(stream)
     driver.synchronize()
@@ -260,9 +262,11 @@ def test_streams_events_and_graphs(kind):
         ("event_record", event, None),
         ("stream_wait_event", stream, event, 0),
         ("capture_begin", stream, 1),
+        ("capture_info", stream, "out", "out"),
         ("capture_end", stream, "out"),
         ("graph_instantiate", "out", graph - 1, 0),
         ("graph_destroy", graph - 1),
+        ("capture_info", stream, "out", "out"),
         ("graph_launch", graph, stream),
         ("stream_synchronize", stream),
         ("synchronize",),

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from mori_triton.host import state as host_state
+from mori_triton.ops.kernels.finish import LAST, SYNC_EPOCH
 from mori_triton.world import current_world
 from tests.ops import hashed
+from tests.ops.cases import control
 from tests.ops.hashed import Problem, Round, all_sources, one_round, run_experts, wrong_in_combine
-from tests.ops.on_both import DETERMINISTIC, HIDDEN, LL, TOP_K, on_both, run, small, start
+from tests.ops.on_both import DETERMINISTIC, HIDDEN, LL, TOP_K, needs_gpu, on_both, run, small, start
 
 
 def static(problem: Problem, pe: int, device: torch.device) -> Round:
@@ -131,3 +134,33 @@ def test_e4_several_graphs_on_one_op(device: str) -> None:
     problem = small(Problem(3, HIDDEN, TOP_K, max_tokens=8, tokens="full"), device)
     batches, rounds = ((1, 2, 4, 8), 50) if device == "cuda" else ((1, 4), 4)
     assert run(problem, device, graphs_program, batches, rounds) == [0] * 3
+
+
+def own_graphs_program(pe: int, problem: Problem) -> list[list[int]]:
+    """Graphs of half a round, captured one right behind the other; the second is replayed twice."""
+    op, inputs = start(pe, problem), Round(problem, pe, 0, torch.device("cuda"))
+    rows = torch.zeros(op.config.max_recv, problem.hidden, dtype=problem.dtype, device="cuda")
+
+    def graph_of(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+            call()
+        return graph
+
+    calls = (lambda: op.dispatch(*inputs.given()), lambda: op.combine(rows, None, inputs.ids))
+    for call in calls:
+        call()
+    graphs, words = [graph_of(call) for call in calls], []
+    for index in (0, 1, 1, 0, 0):
+        graphs[index].replay()
+        torch.cuda.synchronize()
+        words.append(control(op, SYNC_EPOCH, LAST))
+    return words
+
+
+@pytest.mark.gpu1
+@needs_gpu
+def test_e4_graphs_of_torch_in_any_order() -> None:
+    """Where a graph repeats what ran before, its PEs meet."""
+    problem = Problem(1, HIDDEN, TOP_K, max_tokens=24, tokens="full", weights=False)
+    assert run(problem, "cuda", own_graphs_program) == [[[0, 1], [0, 2], [1, 2], [1, 1], [2, 1]]]

@@ -131,6 +131,7 @@ def captured(pe: int, watch: Watch) -> list[list[dict[str, Any]]]:
 def test_e1_a_captured_call_looks_at_nothing_and_begins_with_a_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(monkeypatch)
     monkeypatch.setattr(op_base.torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(op_base.EpOpBase, "_capture_id", lambda self: 5)
 
     def unless_captured(real: Any) -> Any:
         def call(self: Any, *args: Any) -> Any:
@@ -145,11 +146,17 @@ def test_e1_a_captured_call_looks_at_nothing_and_begins_with_a_meeting(monkeypat
     check_rounds(CASE, [[round_of(CASE, pe, 0) for pe in range(2)]], results)
 
 
+def pretend_to_capture(monkeypatch: pytest.MonkeyPatch, capturing: threading.local) -> None:
+    """What is launched while `capturing.now` also runs, as in the graph `capturing.id` that is replayed at once."""
+    monkeypatch.setattr(op_base.EpOpBase, "_is_captured", lambda self: getattr(capturing, "now", False))
+    monkeypatch.setattr(op_base.EpOpBase, "_capture_id", lambda self: capturing.id)
+
+
 def test_calls_that_a_replay_may_come_before_begin_with_a_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each graph of one phase, and every eager call once there is a graph: a replay of any graph is not seen."""
     watch = Watch(monkeypatch)
     capturing = threading.local()
-    monkeypatch.setattr(op_base.EpOpBase, "_is_captured", lambda self: getattr(capturing, "now", False))
+    pretend_to_capture(monkeypatch, capturing)
 
     def program(pe: int) -> list[str]:
         op, state = start(CASE, pe), host_state.current()
@@ -159,14 +166,14 @@ def test_calls_that_a_replay_may_come_before_begin_with_a_meeting(monkeypatch: p
         combine_round(op, CASE, pe, dispatch_round(op, CASE, mine))
         state.bootstrap.barrier("warm")
         watch.on = True
-        for call in (
+        graphs = (
             lambda: op.dispatch(tokens, None, None, indices),
             lambda: op.combine(rows, None, indices),
             # right behind the graph that only combines, which may have been replayed before a dispatch
             lambda: op.combine(rows, None, indices),
-        ):
-            capturing.now = True
-            state.captures += 1
+        )
+        for index, call in enumerate(graphs):
+            capturing.now, capturing.id = True, 5 + index
             call()
             capturing.now = False
         op.dispatch(tokens, None, None, indices)
@@ -178,6 +185,29 @@ def test_calls_that_a_replay_may_come_before_begin_with_a_meeting(monkeypatch: p
     combined = ["sync", "combine_copy", "combine_reduce"]
     wanted = [*dispatched, *combined, *combined, *dispatched, *combined]
     assert local_world(2, heap_size="16M").run(program) == [wanted] * 2
+
+
+def test_whose_rows_a_replayed_dispatch_brought(monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing = threading.local()
+    pretend_to_capture(monkeypatch, capturing)
+
+    def program(pe: int) -> None:
+        op, state = start(CASE, pe), host_state.current()
+        mine = round_of(CASE, pe, 0)
+        tokens, indices = to_torch(mine.tokens), torch.from_numpy(mine.indices)
+        capturing.now, capturing.id = True, 5
+        op.dispatch(tokens, None, None, indices)
+        capturing.now = False
+        # what the host saw last was the combine before the replay
+        op._last = "combine"
+        assert len(op.get_dispatch_src_token_pos()) == int(op._buffers.region("total_recv"))
+        state.bootstrap.barrier("asked")
+        op.combine(torch.zeros(10, CASE.hidden, dtype=torch.bfloat16), None, indices)
+        op._last = "dispatch"
+        with pytest.raises(StateError, match="between dispatch and combine"):
+            op.get_dispatch_src_token_pos()
+
+    local_world(2, heap_size="16M").run(program)
 
 
 def test_plans_tell_apart_what_they_depend_on() -> None:

@@ -253,6 +253,9 @@ class CpuDriver:
     def end_capture(self, stream: int) -> int:
         raise DriverError("the emulated device records no graphs")
 
+    def capture_id(self, stream: int) -> int:
+        return 0
+
     def launch_graph(self, graph: int, stream: int) -> None:
         raise DriverError("the emulated device records no graphs")
 

@@ -26,6 +26,7 @@ MEMHOSTALLOC_PORTABLE, MEMHOSTALLOC_DEVICEMAP = 1, 2
 STREAM_NON_BLOCKING = 1
 EVENT_DISABLE_TIMING = 2
 STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
+STREAM_CAPTURE_STATUS_ACTIVE = 1
 IPC_HANDLE_SIZE = 64
 IPC_MEM_LAZY_ENABLE_PEER_ACCESS = 1
 MEM_ALLOCATION_TYPE_PINNED = 1
@@ -123,6 +124,8 @@ FUNCTIONS = {
     "event_record": _row("cuEventRecord", Handle, Handle),
     "capture_begin": _row("cuStreamBeginCapture_v2", Handle, c_int),
     "capture_end": _row("cuStreamEndCapture", Handle, POINTER(Handle)),
+    # the first version, which every libcuda has; headers give the name to later ones
+    "capture_info": _row("cuStreamGetCaptureInfo", Handle, POINTER(c_int), POINTER(c_ulonglong)),
     "graph_instantiate": _row("cuGraphInstantiateWithFlags", POINTER(Handle), Handle, c_ulonglong),
     "graph_launch": _row("cuGraphLaunch", Handle, Handle),
     "graph_destroy": _row("cuGraphDestroy", Handle),

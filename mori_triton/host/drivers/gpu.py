@@ -362,6 +362,12 @@ class GpuDriver:
         finally:
             self._gpu.call("graph_destroy", graph)
 
+    def capture_id(self, stream: int) -> int:
+        status, found = ctypes.c_int(), ctypes.c_ulonglong()
+        self._gpu.call("capture_info", stream, ctypes.byref(status), ctypes.byref(found))
+        # otherwise nothing is said about the other number
+        return found.value if status.value == self._gpu.api.STREAM_CAPTURE_STATUS_ACTIVE else 0
+
     def launch_graph(self, graph: int, stream: int) -> None:
         self._gpu.call("graph_launch", graph, stream)
 

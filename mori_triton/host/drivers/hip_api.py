@@ -37,6 +37,7 @@ MEMCPY_DEFAULT = 4
 STREAM_NON_BLOCKING = 1
 EVENT_DISABLE_TIMING = 2
 STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
+STREAM_CAPTURE_STATUS_ACTIVE = 1
 IPC_HANDLE_SIZE = 64
 IPC_MEM_LAZY_ENABLE_PEER_ACCESS = 1
 MEM_ALLOCATION_TYPE_PINNED = 1
@@ -127,6 +128,7 @@ FUNCTIONS = {
     "event_record": _row("hipEventRecord", Handle, Handle),
     "capture_begin": _row("hipStreamBeginCapture", Handle, c_int),
     "capture_end": _row("hipStreamEndCapture", Handle, POINTER(Handle)),
+    "capture_info": _row("hipStreamGetCaptureInfo", Handle, POINTER(c_int), POINTER(c_ulonglong)),
     "graph_instantiate": _row("hipGraphInstantiateWithFlags", POINTER(Handle), Handle, c_ulonglong),
     "graph_launch": _row("hipGraphLaunch", Handle, Handle),
     "graph_destroy": _row("hipGraphDestroy", Handle),
