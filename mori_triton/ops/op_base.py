@@ -56,6 +56,9 @@ class EpOpBase:
             "one that crosses nodes",
             f"{config.kernel_type.name}, but PEs {far} are not reachable by load/store",
         )
+        self.device = state.heap.ctx.device
+        # before anything is allocated: a table may be malformed
+        self._tables = tables_for(state, self.device, config.kernel_type.name)
         self._layout = ep_buffer_layout(config)
         need = self._layout.num_bytes
         try:
@@ -65,10 +68,8 @@ class EpOpBase:
                 f"EpDispatchCombineOp needs {need} bytes of every PE's symmetric heap for {config}: {error}"
             ) from error
         self._buffers = EpBuffers(self._layout, self._address, state.driver)
-        self.device = state.heap.ctx.device
         self._combine_in_offset = self._layout["combine_in"].offset
         self._on_host = self.device.type == "cpu"
-        self._tables = tables_for(state, self.device, config.kernel_type.name)
         self._step = StepMaker()
         self._plans: dict[Any, Plan] = {}
         self._launch_override: dict[str, EpLaunchConfig] = {}

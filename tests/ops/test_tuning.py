@@ -14,6 +14,7 @@ from hypothesis import given, settings
 
 from mori_triton import env, local_world, ops
 from mori_triton.errors import ArgumentError
+from mori_triton.host import state as host_state
 from mori_triton.ops import tuning
 from mori_triton.ops.tuning import EpLaunchConfig, launch_config
 from mori_triton.ops.tuning_tables import DTYPE_NAMES, EpTuningTables, TuningRule, TuningTable, save_table
@@ -245,6 +246,21 @@ def test_manual_mode_opens_nothing_and_auto_looks_for_the_emulated_devices_own(t
     assert tables is not None
     assert tables.dispatch is None
     assert blocks(tables.combine, BF16, 1, 7168, 8, True, "none") == 3
+
+
+def test_an_op_that_cannot_read_its_table_takes_nothing_of_the_heap(tmp_path, monkeypatch):
+    (tmp_path / "gfx1201_emulated_IntraNode_ep2_dispatch.json").write_text("{")
+    monkeypatch.setenv("MORI_EP_TUNING_CONFIG", str(tmp_path))
+    monkeypatch.setenv("MORI_EP_LAUNCH_CONFIG_MODE", "AUTO")
+
+    def program(pe):
+        heap = host_state.current().heap
+        free_bytes = heap.free_bytes
+        with pytest.raises(ArgumentError, match="the tuning table is not JSON"):
+            ops.EpDispatchCombineOp(ops.EpDispatchCombineConfig(BF16, pe, 2, 16, 0, 0, 2, 4, 2, 2))
+        return free_bytes - heap.free_bytes
+
+    assert local_world(2).run(program) == [0, 0]
 
 
 @pytest.mark.parametrize(("mode", "want"), [("AUTO", (3, 0, 1)), ("MANUAL", None), (None, None)])
