@@ -115,6 +115,37 @@ def _names(text: str, name: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
+class DeviceFilter:
+    """Which devices to use: those of `names`, in that order, or all but them (`exclude`). Names are whole names."""
+
+    names: tuple[str, ...]
+    exclude: bool
+
+
+DEVICE_FILTER_FORMS = "device names such as mlx5_0,mlx5_1, or ^mlx5_2 for all others"
+
+
+def _device_filter(text: str, name: str) -> DeviceFilter | None:
+    """None: all devices, which nothing and ^ alone stand for too."""
+    stripped = text.strip()
+    exclude = stripped.startswith("^")
+    items = stripped.removeprefix("^")
+    names = tuple(dict.fromkeys(word.strip() for word in items.split(",") if word.strip()))
+    if not all(re.fullmatch(r"[^\s^/]+", word) for word in names) or (items.strip() and not names):
+        raise EnvError(f"{name}: want {DEVICE_FILTER_FORMS}, got {text!r}")
+    return DeviceFilter(names, exclude) if names else None
+
+
+def _between(low: int, high: int) -> Callable[[str, str], int]:
+    def parse(text: str, name: str) -> int:
+        if re.fullmatch(r"-?\d{1,9}", text.strip(), re.ASCII) is None or not low <= int(text) <= high:
+            raise EnvError(f"{name}: want a whole number from {low} to {high}, got {text!r}")
+        return int(text)
+
+    return parse
+
+
+@dataclass(frozen=True)
 class Variable:
     """One environment variable: `default` is what stands for it when unset (a text of the variable, or None)."""
 
@@ -142,6 +173,11 @@ VARIABLES = (
     Variable("MORI_DISABLE_P2P", "0", _flag, "no PE reaches another by load/store", "disable_p2p"),
     Variable("MORI_SOCKET_IFNAME", None, _names, "network interfaces for the bootstrap, in order", "socket_ifnames"),
     Variable("MORI_NUM_QP_PER_PE", "4", _count, "queue pairs to each PE", "num_qp_per_pe"),
+    Variable("MORI_RDMA_DEVICES", None, _device_filter, "network cards to use", "rdma_devices"),
+    Variable("MORI_IB_GID_INDEX", "-1", _between(-1, 255), "entry of a port's table of addresses", "ib_gid_index"),
+    Variable("MORI_RDMA_SL", None, _between(0, 15), "service level of network traffic", "rdma_sl"),
+    Variable("MORI_RDMA_TC", None, _between(0, 255), "traffic class of network traffic", "rdma_tc"),
+    Variable("MORI_IBVERBS_LIB", None, _word, "libibverbs to load", "ibverbs_lib"),
     Variable(
         "MORI_EP_LAUNCH_CONFIG_MODE", "MANUAL", _choice("manual", "auto"), "source of launch shapes", "ep_launch_mode"
     ),
@@ -177,6 +213,11 @@ class Settings:
     disable_p2p: bool
     socket_ifnames: tuple[str, ...] | None
     num_qp_per_pe: int
+    rdma_devices: DeviceFilter | None
+    ib_gid_index: int
+    rdma_sl: int | None
+    rdma_tc: int | None
+    ibverbs_lib: str | None
     ep_launch_mode: str
     ep_tuning_config: str | None
 
