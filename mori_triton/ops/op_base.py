@@ -226,8 +226,7 @@ class EpOpBase:
         if heap.errors_taken != self._errors_seen:
             # a barrier, or another op, has raised errors: one of them may be a time-out of this op
             self._errors_seen = heap.errors_taken
-            if int(self._buffers.region("control")[STATUS.value]) != 0:
-                self._phase = Phase.BROKEN
+            self._look_at_status()
         if not heap.errors_pending():
             return
         records, count = heap.take_errors()
@@ -235,7 +234,15 @@ class EpOpBase:
         end = self._address + self._layout.num_bytes
         if any(not record.overflowed and self._address <= record.address < end for record in records):
             self._phase = Phase.BROKEN
+        elif count > len(records):
+            # a time-out may have found the log full
+            self._look_at_status()
         raise context.error_of(records, count)
+
+    def _look_at_status(self) -> None:
+        """Whether a wait of this op has timed out, asked of the device."""
+        if int(self._buffers.region("control")[STATUS.value]) != 0:
+            self._phase = Phase.BROKEN
 
     # -- what a round left behind ----------------------------------------------------------------------------
 
@@ -269,7 +276,7 @@ class EpOpBase:
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
         """`[R, hidden_dim]` of the buffer that peers read in combine: rows written here need no copy. -1: full width.
 
-        Write it between dispatch and combine only; at other times peers may be reading it.
+        Write it between dispatch (in halves: `dispatch_recv`) and combine only; at other times peers may be reading it.
         """
         self._check_usable()
         h = self.config.hidden_dim if hidden_dim == -1 else hidden_dim

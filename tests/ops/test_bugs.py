@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from mori_triton import local_world, ops
+from mori_triton import abi, local_world, ops
 from mori_triton.errors import ArgumentError, Deadlock, PeerTimeout, ReceiveOverflow, StateError
 from mori_triton.host import state as host_state
 from mori_triton.ops import plans
@@ -530,6 +530,31 @@ def test_d20_a_time_out_that_somebody_else_raised_breaks_the_op_too() -> None:
 
     results = world(2, timeout_s=1.0).run(program)
     check_case(case, [[[results[pe]]] for pe in range(2)])
+
+
+def test_d20_a_time_out_that_found_the_error_log_full_breaks_the_op_too() -> None:
+    """Behind replays of a graph that all overflowed, say, and that nobody has looked at."""
+    case = Case(num_pes=1, hidden=8, tokens="full", max_tokens=3, config=(("max_total_recv_tokens", 1),))
+
+    def program(pe: int) -> None:
+        op, heap = start(case, pe), host_state.current().heap
+        given = inputs_on(op, case, with_ids(case, [[[0] * 3] * 3])[0])
+        op._on_host = False
+        op._argument = op._outside = lambda *given: given[-1]  # type: ignore[method-assign]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+            patch.setattr(heap, "errors_pending", lambda: False)
+            for _ in range(abi.ERROR_CAPACITY + 1):
+                op.dispatch(*given)
+            op._buffers.region("control")[STATUS.value] = 1
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+            with pytest.raises(ReceiveOverflow, match="and 1 more"):
+                op.dispatch(*given)
+            with pytest.raises(StateError, match="dispatch: the op is broken"):
+                op.dispatch(*given)
+
+    world(1).run(program)
 
 
 @pytest.mark.parametrize("replay", [False, True])
