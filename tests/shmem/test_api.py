@@ -9,6 +9,7 @@ import torch
 from mori_triton import shmem
 from mori_triton.errors import ArgumentError, DriverError, EnvError, HeapError, PeerTimeout, StateError
 from mori_triton.host import state
+from mori_triton.host.bootstrap import process_group
 from mori_triton.host.bootstrap.threads import ThreadGroup
 from mori_triton.host.drivers import CpuDriver
 from mori_triton.shmem import tensor_utils
@@ -420,6 +421,16 @@ def test_one_process_world_on_the_emulated_device(monkeypatch, tmp_path):
             shmem.shmem_torch_process_group_init("default")
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"), [("gloo", "cpu"), ("undefined", "cpu"), ("nccl", "cuda:3"), ("cpu:gloo,cuda:nccl", "cpu")]
+)
+def test_the_id_travels_in_memory_that_the_backend_takes(monkeypatch, backend, device):
+    """Of two backends that of the CPU: ranks that share a GPU can't use NCCL, and need no GPU for this."""
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: backend)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert process_group._device_of(None) == torch.device(device)
 
 
 def world_program(pe):

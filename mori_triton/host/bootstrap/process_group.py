@@ -85,4 +85,6 @@ def _device_of(group: Any) -> torch.device:
     import torch.distributed as dist
 
     backend = dist.get_backend(group)
-    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
+    # "cpu:gloo,cuda:nccl": a backend for each; that of the CPU minds no ranks that share a GPU
+    on_gpu = "nccl" in backend and "cpu:" not in backend
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
