@@ -165,6 +165,12 @@ class FakeGpus:
             return NO_DEVICE
         out[0] = 10 + index
 
+    def do_pci_bus_id(self, out, size, device):
+        text = f"0000:{device % 10 + 0x1A:02X}:00.0".encode() + b"\0"
+        if len(text) > size:
+            return INVALID
+        ctypes.memmove(out, text, len(text))
+
     def do_context_retain(self, out, device):
         self.contexts[device] += 1
         out[0] = 0xC0000 + device

@@ -54,6 +54,12 @@ def held_before():
     return set(dlpack._held), set(gpu._live)
 
 
+def test_pci_address(driver) -> None:
+    found = torch.cuda.get_device_properties(driver.device_index)
+    wanted = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    assert driver.pci_address == wanted
+
+
 # memory
 
 

@@ -289,3 +289,13 @@ def test_module_global(kind):
     assert gpus.of("module_global") == [("out", "out", 0xABC0, b"mori_shmem_context")]
     with pytest.raises(ArgumentError, match="object"):
         driver.module_global(object(), "x")
+
+
+def test_pci_address(kind):
+    """As sysfs writes it, whatever the case of the library's text."""
+    driver, gpus = fake_driver(kind, 1)
+    assert driver.pci_address == "0000:1b:00.0"
+    assert gpus.of("pci_bus_id")[0][2] == (11 if kind == "cuda" else 1)
+    gpus.fail["pci_bus_id"] = INVALID
+    with pytest.raises(DriverError, match=rf"PCIBusId \({kind}:1\): ERROR_INVALID_VALUE"):
+        _ = driver.pci_address

@@ -83,6 +83,7 @@ FUNCTIONS = {
     # devices and contexts
     "device_count": _row("cuDeviceGetCount", POINTER(c_int)),
     "device": _row("cuDeviceGet", POINTER(c_int), c_int),
+    "pci_bus_id": _row("cuDeviceGetPCIBusId", POINTER(c_char), c_int, c_int),
     "context_retain": _row("cuDevicePrimaryCtxRetain", POINTER(Handle), c_int),
     "context_release": _row("cuDevicePrimaryCtxRelease_v2", c_int),
     "context_push": _row("cuCtxPushCurrent_v2", Handle),

@@ -46,6 +46,7 @@ class Gpu:
 
     name: str
     api: Any  # the module with the library's structs and constants
+    device: int  # what the library calls it by
 
     def __init__(self, library: Library, index: int) -> None:
         self.library, self.index = library, index
@@ -80,6 +81,10 @@ class Gpu:
         out = kind()
         self.call(key, ctypes.byref(out), *args, about=about)
         return out.value or 0
+
+
+# "0000:18:00.0", a domain of more digits, and the zero byte
+_PCI_TEXT_BYTES = 32
 
 
 class GpuDriver:
@@ -375,6 +380,13 @@ class GpuDriver:
         self._gpu.call("graph_exec_destroy", graph)
 
     # other
+
+    @property
+    def pci_address(self) -> str:
+        """Where the GPU is on PCI, as in sysfs: "0000:18:00.0"."""
+        text = ctypes.create_string_buffer(_PCI_TEXT_BYTES)
+        self._gpu.call("pci_bus_id", text, _PCI_TEXT_BYTES, self._gpu.device)
+        return text.value.decode().lower()
 
     def module_global(self, module: Any, name: str) -> tuple[int, int]:
         """`module` is the number that Triton keeps as `CompiledKernel.module`."""

@@ -48,6 +48,7 @@ class HipGpu(Gpu):
 
     def __init__(self, library: Library, index: int) -> None:
         super().__init__(library, index)
+        self.device = index
         count, version = ctypes.c_int(), ctypes.c_int()
         library.call("device_count", ctypes.byref(count), about=str(self))
         if not 0 <= index < count.value:

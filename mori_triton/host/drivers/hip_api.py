@@ -92,6 +92,7 @@ FUNCTIONS = {
     "device_count": _row("hipGetDeviceCount", POINTER(c_int)),
     "device_get": _row("hipGetDevice", POINTER(c_int)),
     "device_set": _row("hipSetDevice", c_int),
+    "pci_bus_id": _row("hipDeviceGetPCIBusId", POINTER(c_char), c_int, c_int),
     "synchronize": _row("hipDeviceSynchronize"),
     "can_access_peer": _row("hipDeviceCanAccessPeer", POINTER(c_int), c_int, c_int),
     "enable_peer_access": _row("hipDeviceEnablePeerAccess", c_int, c_uint),

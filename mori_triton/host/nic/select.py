@@ -85,7 +85,7 @@ def links(devices: Sequence[RdmaDevice]) -> tuple[Link, ...]:
 
 
 def distance(gpu: tuple[str, ...], gpu_numa: int | None, device: RdmaDevice) -> tuple[Distance, int]:
-    """How far a device is from a GPU (`pci_path_of`, `numa_node_of`), and below one switch how many steps; order by it."""
+    """How far a device is from a GPU (`pci_path_of`, `numa_node_of`); below one root port also by how many steps."""
     shared = sum(
         1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(gpu, device.pci_path, strict=False))
     )
