@@ -59,7 +59,7 @@ def app() -> typer.Typer:
     @cli.command("tune")
     def tune_command(
         out: Path = typer.Option(Path("tuning_configs"), help="directory of the tables; better rules there stay"),
-        device: str = typer.Option("auto", help="auto, cuda, hip, or cpu: the emulated device"),
+        device: str = typer.Option("auto", help="auto: the GPUs that are there, cuda, hip, or cpu: the emulated one"),
         ep: int = typer.Option(8, min=1, help="number of PEs; several may share a GPU"),
         hidden: int = typer.Option(7168, min=1, help="elements of a row"),
         topk: int = typer.Option(8, min=1, help="experts of a token"),
@@ -93,6 +93,11 @@ def app() -> typer.Typer:
             kernel_type, ep, hidden, topk, experts, counts, names(dtypes), names(quant_types), names(phases)
         )
         on = default_device() if device == "auto" else device
+        if device == "auto" and on == "cpu":
+            raise typer.BadParameter(
+                "there is no GPU; --device cpu tunes on the emulated device, whose times say nothing about a GPU",
+                param_hint="--device",
+            )
         journal = journal or out / f".tune-{on}-{kernel_type}-ep{ep}-h{hidden}-k{topk}.jsonl"
         shown = _Shown()
         try:
@@ -147,7 +152,7 @@ class _Shown:
 
     def failed(self, error: MoriError) -> int:
         """Say what went wrong; the exit status."""
-        self.console.print(f"mori-triton tune: {error}", style="red", highlight=False, markup=False)
+        self.console.print(f"mori-triton tune: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
         return 2
 
 

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mori_triton import cli
+from mori_triton.host import drivers
 from mori_triton.ops.tune import bench
 
 pytestmark = pytest.mark.cpu
@@ -64,6 +65,16 @@ def test_a_place_that_cannot_be_written_is_said_before_anything_is_measured(tmp_
         assert f"mori-triton tune: {name}: want a" in done.output
         assert str(tmp_path / (out if name == "out" else journal)) in done.output
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["file"]
+
+
+def test_without_a_gpu_nothing_is_tuned_by_chance(tmp_path, monkeypatch):
+    """The default sizes would keep the emulated device busy for hours, for times that say nothing."""
+    monkeypatch.setattr(drivers, "default_device", lambda: "cpu")
+    done = run("tune", "--out", str(tmp_path / "out"))
+    assert done.exit_code == 2
+    assert "no GPU" in done.output
+    assert "--device cpu" in done.output
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
