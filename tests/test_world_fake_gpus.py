@@ -119,6 +119,23 @@ def test_a_meeting_that_a_peer_misses():
         world(2).run(leaves)
 
 
+def test_a_dispatch_that_meets_a_combine():
+    """Their kernels would wait for each other until the limit."""
+
+    def program(pe):
+        op = mori.ops.EpDispatchCombineOp(mori.ops.EpDispatchCombineConfig(torch.float32, pe, 2, 16, 0, 0, 4, 4, 2, 2))
+        tokens, indices = torch.ones(4, 16), torch.arange(8, dtype=torch.int32).view(4, 2) % 4
+        op.dispatch(tokens, None, None, indices)
+        shmem.shmem_barrier_all()
+        if pe == 0:
+            op.combine(tokens.repeat(2, 1), None, indices)
+        else:
+            op.dispatch(tokens, None, None, indices)
+
+    with pytest.raises(StateError, match=r"different collective calls \(PE 0: combine: .*; PE 1: dispatch: "):
+        world(2).run(program)
+
+
 def test_a_barrier_on_the_stream():
     def program(pe):
         x, out = words(), torch.full((1,), -1)

@@ -397,4 +397,4 @@ class EpDispatchCombineOp(EpOpBase):
             raise StateError(f"{kind}_recv: there was no {kind}_send")
         _, plan, given = self._pending
         self._pending = None
-        self._run(None, plan, given, capturing)
+        self._run(kind, plan, given, capturing, is_rest=True)

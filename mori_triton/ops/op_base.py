@@ -193,18 +193,18 @@ class EpOpBase:
         self._plans[key] = plan
         return plan
 
-    def _run(self, what: str | None, plan: Plan, given: dict[str, Any], capturing: bool) -> None:
-        """Launch the kernels of a "dispatch" or a "combine", None: the rest of what was sent.
+    def _run(self, what: str, plan: Plan, given: dict[str, Any], capturing: bool, *, is_rest: bool = False) -> None:
+        """Launch the kernels of a "dispatch" or a "combine", or the rest of what was sent.
 
         Two of a kind in a row have a meeting of all PEs between them.
 
         A graph may be replayed after any other call, and any call come after a replay: what begins a graph, or is not
         captured though graphs are there, has a meeting that takes place if what ran before was of this kind.
         """
-        repeated = what is not None and (self._last == what or not self._knows_last(capturing))
-        first = self._meeting(what) if repeated and what else None
+        repeated = not is_rest and (self._last == what or not self._knows_last(capturing))
+        first = self._meeting(what) if repeated else None
         self._phase = Phase.BROKEN
-        plan.run(self._state, given, first)
+        plan.run(what, self._state, given, first)
         self._phase, self._capture = Phase.READY, self._capture_id() if capturing else 0
         self._in_graphs |= capturing
 

@@ -54,8 +54,8 @@ class Plan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "waits", any(step.waits for step in self.steps))
 
-    def run(self, state: PeState, given: Mapping[str, Any], first: Step | None = None) -> None:
-        """Launch `first`, if any, and the steps. Collective where one waits.
+    def run(self, what: str, state: PeState, given: Mapping[str, Any], first: Step | None = None) -> None:
+        """Launch `first`, if any, and the steps. Collective where one waits; `what` tells a peer in another call.
 
         Everything is loaded by now, so a PE that has met the others launches all that they wait for; and nobody goes
         on to what might load a kernel before all have launched. `Given` arguments are addresses, on the emulated device
@@ -63,11 +63,11 @@ class Plan:
         """
         steps = self.steps if first is None else (first, *self.steps)
         if first is not None or self.waits:
-            state.meet("an op's call: all kernels are loaded")
+            state.meet(f"{what}: all kernels are loaded")
         for step in steps:
             step.launch(given)
             if step.waits:
-                state.meet("an op's call: a waiting kernel is launched")
+                state.meet(f"{what}: a waiting kernel is launched")
 
 
 class StepMaker:
