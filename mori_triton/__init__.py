@@ -8,14 +8,29 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("emulator", "layers", "ops", "shmem")
-_ATTRIBUTES = dict.fromkeys(("LocalWorld", "WorldGraph", "current_world", "local_world"), "mori_triton.world")
+_SUBMODULES = ("emulator", "ir", "layers", "ops", "shmem")
+_ATTRIBUTES = {
+    "alias_mori": "mori_triton.alias",
+    **dict.fromkeys(("LocalWorld", "WorldGraph", "current_world", "local_world"), "mori_triton.world"),
+}
 
 if TYPE_CHECKING:
-    from mori_triton import emulator, layers, ops, shmem
+    from mori_triton import emulator, ir, layers, ops, shmem
+    from mori_triton.alias import alias_mori
     from mori_triton.world import LocalWorld, WorldGraph, current_world, local_world
 
-__all__ = ["LocalWorld", "WorldGraph", "current_world", "emulator", "layers", "local_world", "ops", "shmem"]
+__all__ = [
+    "LocalWorld",
+    "WorldGraph",
+    "alias_mori",
+    "current_world",
+    "emulator",
+    "ir",
+    "layers",
+    "local_world",
+    "ops",
+    "shmem",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,7 +93,30 @@ def _cached_copy(source: Path) -> Path:
 def _copy_of(source: Path, mtime_ns: int, size: int, cache: Path) -> Path:
     data = source.read_bytes()
     verify(source)
-    target = cache / "bitcode" / hashlib.sha256(data).hexdigest()[:32] / source.name
+    return _stored(cache / "bitcode" / hashlib.sha256(data).hexdigest()[:32] / source.name, data)
+
+
+def labelled_copy(path: Path | str, label: str) -> Path:
+    """A copy of what `find_bitcode` gave that has the same code and other content, in a directory called `label`.
+
+    For Triton, which knows libraries by content or by path, kernels that are linked with it are different ones.
+    """
+    target = Path(path).parent / label / Path(path).name
+    if target not in _labelled or not target.is_file():
+        # LLVM's bitcode wrapper (magic, version, offset, size, CPU type); nobody reads what lies before the offset
+        data, text = Path(path).read_bytes(), label.encode()
+        text = text.ljust(-(-len(text) // 4) * 4, b"\0")
+        header = struct.pack("<5I", 0x0B17C0DE, 0, 20 + len(text), len(data), 0xFFFFFFFF)
+        _stored(target, header + text + data)
+        _labelled.add(target)
+    return target
+
+
+_labelled: set[Path] = set()
+
+
+def _stored(target: Path, data: bytes) -> Path:
+    """`target`, with `data` in it."""
     if not (target.is_file() and target.read_bytes() == data):
         target.parent.mkdir(parents=True, exist_ok=True)
         # another process may write the same file: whoever renames last replaces equal by equal

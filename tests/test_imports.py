@@ -23,9 +23,11 @@ BELOW = {
     "shmem": {"errors", "abi", "env", "bitcode", "wait_sites", "device", "emulator", "host"},
     "world": {"errors", "abi", "env", "bitcode", "wait_sites", "device", "emulator", "host", "shmem"},
     "ops": {"errors", "abi", "env", "bitcode", "wait_sites", "device", "emulator", "host", "shmem", "world"},
+    "ir": {"errors", "abi", "env", "bitcode", "wait_sites", "device", "host"},
+    "alias": {"errors"},
     "cli": {"errors", "host", "ops"},
     "layers": {"errors", "env", "host", "shmem", "world", "ops"},
-    "__init__": {"emulator", "layers", "ops", "shmem", "world"},
+    "__init__": {"alias", "emulator", "ir", "layers", "ops", "shmem", "world"},
 }
 NEVER = {"host": {"triton"}, "errors": {"triton", "llvmlite", "numpy"}, "abi": {"torch", "triton", "llvmlite", "numpy"}}
 

@@ -117,6 +117,10 @@ class PeState:
                 self.driver.close()
 
 
+# called with every state that opens, on its PE's thread
+on_open: list[Callable[[PeState], None]] = []
+
+
 def open_state(
     bootstrap: Bootstrap,
     driver: Driver,
@@ -140,12 +144,16 @@ def open_state(
         reach_peers=not settings.disable_p2p,
     )
     state = PeState(bootstrap, driver, heap, settings, attach, owns_bootstrap)
-    if attach is not None:
-        try:
+    try:
+        if attach is not None:
             state._detach = attach(state)
-        except BaseException:
-            heap.close()
-            raise
+        for tell in on_open:
+            tell(state)
+    except BaseException:
+        if state._detach is not None:
+            state._detach()
+        heap.close()
+        raise
     return state
 
 
