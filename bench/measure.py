@@ -143,12 +143,16 @@ class _Pe:
         clock.stamp(self.stamps, 0)
         for what in self.rows:
             self.checked_round(what)
-        for pair in (f"dispatch + {what}" for what in self.rows):
+        pairs = [f"dispatch + {what}" for what in self.rows]
+        if self.method.alone:
+            # before there is a graph: afterwards a call has a meeting of all PEs before it, as a replay is not seen
+            for pair in pairs:
+                self.time_eager(pair)
+        for pair in pairs:
             self.time_graph(pair, chain)
             self.time_phases(pair)
             if self.method.alone:
                 self.time_graph(pair, 1)
-                self.time_eager(pair)
         if self.method.alone:
             for what in ("dispatch", *self.rows):
                 self.time_graph(what, 1)
