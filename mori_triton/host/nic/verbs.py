@@ -12,9 +12,7 @@ from mori_triton.host.nic import verbs_api as api
 from mori_triton.host.nic.libraries import RdmaLibrary
 
 # what peers do to memory of the heap, and what answers to reads and atomics need
-ACCESS = (
-    api.ACCESS_LOCAL_WRITE | api.ACCESS_REMOTE_WRITE | api.ACCESS_REMOTE_READ | api.ACCESS_REMOTE_ATOMIC
-)  # fmt: skip
+ACCESS = api.ACCESS_LOCAL_WRITE | api.ACCESS_REMOTE_WRITE | api.ACCESS_REMOTE_READ | api.ACCESS_REMOTE_ATOMIC
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,11 @@ class OpenDevice:
 
     def _open(self) -> api.Context:
         count = ctypes.c_int()
-        listed = self.library.call("get_device_list", ctypes.byref(count))
+        try:
+            listed = self.library.call("get_device_list", ctypes.byref(count))
+        except DriverError as error:
+            # a kernel without RDMA
+            raise StateError(f"libibverbs ({self.library.path}) shows no device {self.name}: {error}") from error
         try:
             names = []
             for at in range(count.value):
@@ -118,7 +120,8 @@ class OpenDevice:
         undo, self._undo = self._undo, []
         # queue pairs first: the device may be writing
         made, base = undo[2:], undo[:2]
-        for call in [*reversed(made), *regions, *reversed(base)]:
+        calls: list[Callable[[], object]] = [*reversed(made), *regions, *reversed(base)]
+        for call in calls:
             try:
                 call()
             except DriverError as error:

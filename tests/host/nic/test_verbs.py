@@ -37,7 +37,14 @@ def test_no_such_device() -> None:
     assert fake.held == {}
 
 
-@pytest.mark.parametrize("key", ["get_device_list", "open_device", "alloc_pd"])
+def test_a_kernel_without_rdma() -> None:
+    fake = FakeVerbs()
+    fake.fail["get_device_list"] = errno.ENOSYS
+    with pytest.raises(StateError, match=r"no device mlx5_0: ibv_get_device_list: ENOSYS: Function not implemented"):
+        OpenDevice(fake.library(), "mlx5_0")
+
+
+@pytest.mark.parametrize("key", ["open_device", "alloc_pd"])
 def test_failures_of_opening_leave_nothing(key: str) -> None:
     fake = FakeVerbs()
     fake.fail[key] = errno.EACCES
@@ -93,7 +100,7 @@ def test_all_is_given_back_when_something_fails() -> None:
     device = OpenDevice(fake.library(), "mlx5_0")
     device.register(0x1000, 4096)
     fake.fail["dereg_mr"] = errno.EIO
-    with pytest.raises(DriverError, match="ibv_dereg_mr .*EIO"):
+    with pytest.raises(DriverError, match=r"ibv_dereg_mr .*EIO"):
         device.close()
     assert fake.keys()[-3:] == ["dereg_mr", "dealloc_pd", "close_device"]
     assert list(fake.held.values()) == ["mr"]
