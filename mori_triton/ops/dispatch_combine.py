@@ -248,7 +248,8 @@ class EpDispatchCombineOp(EpOpBase):
             block_num, rdma_block_num, warp_per_block: launch shape, see `get_launch_config`.
             use_external_inp_buf: -1: as configured; 0: `input` must be the registered buffer.
             call_reset: `reset` afterwards.
-            routing: the handle of the dispatch whose rows these are; None: of the last dispatch.
+            routing: the handle of the dispatch whose rows these are; None: of the last dispatch that was called or
+                captured, which is not that of a graph replayed since.
 
         Returns:
             out `[M, h]`: for each token the float32 sum of its rows over its distinct PEs, in the order of its ids,
@@ -263,6 +264,8 @@ class EpDispatchCombineOp(EpOpBase):
                 caller's own kernels did not end: then nothing was launched.
         """
         launch = block_num, warp_per_block
+        if call_reset:
+            self._check_not_captured("combine with call_reset")
         result = self._combine("combine", input, weights, indices, launch, use_external_inp_buf, routing)
         self._arrived("combine")
         if call_reset:

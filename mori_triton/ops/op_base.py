@@ -180,6 +180,10 @@ class EpOpBase:
     def _is_captured(self) -> bool:
         return not self._on_host and torch.cuda.is_current_stream_capturing()
 
+    def _check_not_captured(self, what: str) -> None:
+        if self._is_captured():
+            raise StateError(f"{what}: waits for the device, which a captured stream cannot")
+
     def _capture_id(self) -> int:
         """Which graph the current stream is captured into, not 0."""
         return self._state.driver.capture_id(torch.cuda.current_stream(self.device).cuda_stream)
@@ -252,8 +256,8 @@ class EpOpBase:
         `decode_send_flat_idx` takes it apart. A view, valid until combine is called; StateError at other times and
         while a graph is captured.
         """
-        if self._begin("get_dispatch_src_token_pos"):
-            raise StateError("get_dispatch_src_token_pos: waits for the device, which a captured stream cannot")
+        self._check_not_captured("get_dispatch_src_token_pos")
+        self._begin("get_dispatch_src_token_pos")
         dispatched = self._last == "dispatch"
         if dispatched or self._in_graphs:
             self._state.driver.synchronize()
@@ -294,8 +298,7 @@ class EpOpBase:
         Raises `StateError` while a graph is captured.
         """
         self._check_usable()
-        if self._is_captured():
-            raise StateError("reset: waits for the device, which a captured stream cannot")
+        self._check_not_captured("reset")
         # nobody clears while a peer may still signal, and nobody starts before all have cleared
         self._state.driver.synchronize()
         self._state.bootstrap.barrier("EpDispatchCombineOp.reset: kernels are done")

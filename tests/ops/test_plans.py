@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -114,7 +115,8 @@ def captured(pe: int, watch: Watch) -> list[list[dict[str, Any]]]:
     for _ in range(2):
         op.dispatch(given[0], None, None, given[1])
         op.combine(rows, None, given[1])
-    for refused in (op.reset, op.get_dispatch_src_token_pos):
+    reset_too = partial(op.combine, rows, None, given[1], call_reset=True)
+    for refused in (op.reset, op.get_dispatch_src_token_pos, reset_too):
         with pytest.raises(StateError, match="waits for the device, which a captured stream cannot"):
             refused()
     assert [what for what in watch.mine() if what not in ("prepare", "meet")] == [
