@@ -8,6 +8,7 @@ built-in defaults; a caller's own `block_num` and `warp_per_block` always win. d
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from numbers import Integral
 
 import torch
 
@@ -93,7 +94,8 @@ def launch_config(
         ArgumentError: `block_num` or `warp_per_block` is none of these, or `phase` is no phase.
     """
     require(phase in PHASES, "phase", " or ".join(PHASES), phase)
-    require(block_num == -1 or block_num >= 1, "block_num", "-1 or >= 1", block_num)
+    is_count = isinstance(block_num, Integral) and (block_num == -1 or block_num >= 1)
+    require(is_count, "block_num", "-1 or >= 1", block_num)
     require(warp_per_block in (-1, 1, 2, 4, 8, 16), "warp_per_block", "-1, 1, 2, 4, 8 or 16", warp_per_block)
     is_ll = kernel_type == "IntraNodeLL" and phase == "dispatch"
     shape = _built_in(device_type, phase, num_tokens, is_ll)

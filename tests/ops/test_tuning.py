@@ -248,6 +248,13 @@ def test_manual_mode_opens_nothing_and_auto_looks_for_the_emulated_devices_own(t
     assert blocks(tables.combine, BF16, 1, 7168, 8, True, "none") == 3
 
 
+@pytest.mark.parametrize("value", [None, 1.5, "8"])
+@pytest.mark.parametrize("name", ["block_num", "warp_per_block"])
+def test_a_number_that_is_none_is_named(name, value):
+    with pytest.raises(ArgumentError, match=f"{name}: want -1.*, got {value}"):
+        launch_config("cuda", "dispatch", 4, 32, dtype=BF16, top_k=2, **{name: value})
+
+
 def test_an_op_that_cannot_read_its_table_takes_nothing_of_the_heap(tmp_path, monkeypatch):
     (tmp_path / "gfx1201_emulated_IntraNode_ep2_dispatch.json").write_text("{")
     monkeypatch.setenv("MORI_EP_TUNING_CONFIG", str(tmp_path))
