@@ -62,6 +62,10 @@ def test_rounds_on_gpus_or_without_one(tmp_path: Path) -> None:
     check_promise(tmp_path / "rounds.py", without_last_line(blocks("python")[0]) + blocks("python")[1])
 
 
+def test_kernels_written_for_mori(tmp_path: Path) -> None:
+    check_promise(tmp_path / "shift.py", blocks("python")[3])
+
+
 @pytest.mark.gpu1
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is False")
 def test_first_example_on_a_gpu(tmp_path: Path) -> None:
