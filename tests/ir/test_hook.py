@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -194,6 +195,19 @@ def test_modules_loaded_before_the_hook_of_a_state_are_told_when_it_opens() -> N
     for callback in here.on_close:
         callback()
     assert here.driver.written[1:] == [(0, b"idle"), (112, bytes(8))]
+
+
+def test_a_state_that_was_open_before_the_hook_is_told_too() -> None:
+    runtime._modules["cuda", 0, None] = {5: None}
+    here: Any = _State(0, owns_bootstrap=True)
+    try:
+        state.bind(here)
+        here.pid = os.getpid()
+        install_hook()
+        install_hook()
+    finally:
+        state.unbind()
+    assert here.driver.written == [(80, (0x1234).to_bytes(8, "little"))]
 
 
 def test_the_library_of_another_pe_is_refused() -> None:

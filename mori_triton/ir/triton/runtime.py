@@ -76,6 +76,9 @@ def install_hook() -> None:
             _chain("kernel_unload_hook", _on_unload)
         if _adopt not in state.on_open:
             state.on_open.append(_adopt)
+    here = state.find()
+    if here is not None:
+        _adopt(here)
 
 
 def _chain(knob: str, hook: Any) -> None:
@@ -95,11 +98,11 @@ def _chain(knob: str, hook: Any) -> None:
 
 def _on_load(module: Any, function: Any, name: str, metadata_group: dict[str, str], hash: str) -> None:
     """Triton has loaded a kernel, on the thread that is to launch it."""
-    if not _has_context(metadata_group):
-        return
     here = state.find()
     if here is not None and here.driver.name == "cpu":
         # the emulated device has told the module
+        return
+    if not _has_context(metadata_group):
         return
     with _lock:
         if here is None:
@@ -144,10 +147,11 @@ def _adopt(here: PeState) -> None:
 
 
 def _forget(here: PeState, place: _Place) -> None:
-    # kernels that run are to end as they began
-    here.driver.synchronize()
     with _lock:
         known = list(_modules[place])
+    if known:
+        # kernels that run are to end as they began
+        here.driver.synchronize()
     for module in known:
         _write(here, module, 0)
 
