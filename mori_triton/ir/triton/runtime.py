@@ -45,7 +45,8 @@ _SLOT, _ADOPTED = "ir.slot", "ir.adopted"
 def get_extern_libs(target: Any = None) -> dict[str, str]:
     """`extern_libs=` for a launch or a compilation of a kernel with MORI's names.
 
-    In a program of a local world each PE asks for itself, for on GPUs each has a copy of the library of its own.
+    In a program of a local world each PE asks for itself: on GPUs each has a copy of the library of its own, and so
+    compiles its kernels for itself (Triton's cache keeps them all).
 
     Args:
         target: Triton's `GPUTarget` or `"gfx942"`, `"sm_90"`, ..., so that anyone can cross-compile; None: that of the
