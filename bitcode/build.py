@@ -7,6 +7,7 @@ Needs clang-19 (any path: `--clang`), and this package's Python. Writes
     nvptx64/libmori_shmem_device.bc    linked into kernels for NVIDIA GPUs
     x86_64/emulator_memory.bc          memory accesses of the emulated device, loaded by its JIT
     x86_64/emulator_scheduler.bc       its scheduler
+    x86_64/proxy.bc                    the proxy's progress loop
     manifest.json                      compiler, ABI hash; per file: hashes of sources and content, exported symbols
 
 The compiler's IR text is cleaned before it becomes bitcode: attributes that tie a function to a GPU or stop inlining
@@ -68,6 +69,7 @@ TARGETS: dict[str, tuple[str, str, list[str]]] = {
     f"nvptx64/{DEVICE_LIBRARY}": ("nvptx64-nvidia-cuda", "shmem_device.cpp", DEVICE),
     "x86_64/emulator_memory.bc": (HOST_TRIPLE, "emulator/memory.cpp", ["-Wno-psabi"]),
     "x86_64/emulator_scheduler.bc": (HOST_TRIPLE, "emulator/scheduler.cpp", ["-Wno-psabi"]),
+    "x86_64/proxy.bc": (HOST_TRIPLE, "proxy.cpp", []),
 }
 
 
@@ -124,12 +126,22 @@ def compiler_version(clang: str) -> str:
 
 
 def source_hash(name: str) -> str:
-    """Hash of what a file is built from: its source and all headers beside it."""
-    source = ROOT / "hip_src" / TARGETS[name][1]
+    """Hash of what a file is built from: its source and all headers that it includes."""
     digest = hashlib.sha256()
-    for path in sorted([source, *source.parent.glob("*.h")]):
+    for path in sorted(included(ROOT / "hip_src" / TARGETS[name][1])):
         digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def included(path: Path) -> set[Path]:
+    """A source file and the headers beside it that it includes, directly or not."""
+    found, ahead = set(), [path]
+    while ahead:
+        path = ahead.pop()
+        if path not in found:
+            found.add(path)
+            ahead += [path.parent / name for name in re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE)]
+    return found
 
 
 def build(clang: str, out: Path, families: tuple[str, ...] = ()) -> dict[str, Any]:

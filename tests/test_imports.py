@@ -19,7 +19,7 @@ BELOW = {
     "bitcode": {"errors", "abi", "env"},
     "device": {"errors", "abi", "env", "bitcode", "wait_sites"},
     "emulator": {"errors", "abi", "env", "bitcode", "wait_sites"},
-    "host": {"errors", "abi", "env", "wait_sites"},
+    "host": {"errors", "abi", "env", "bitcode", "wait_sites"},
     "shmem": {"errors", "abi", "env", "bitcode", "wait_sites", "device", "emulator", "host"},
     "world": {"errors", "abi", "env", "bitcode", "wait_sites", "device", "emulator", "host", "shmem"},
     "ops": {"errors", "abi", "env", "bitcode", "wait_sites", "device", "emulator", "host", "shmem", "world"},

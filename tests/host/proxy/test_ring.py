@@ -1,0 +1,337 @@
+"""The ring and the loop without UCX: layout, back-pressure, wrapping, many producers; a recording double of libucp."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from mori_triton.errors import ArgumentError, BitcodeError, PeerTimeout
+from mori_triton.host.proxy import Op, Ring, descriptor, layout
+from mori_triton.host.proxy import engine as engine_module
+from mori_triton.host.proxy.engine import engine
+
+pytestmark = pytest.mark.cpu
+
+
+def test_layout_matches_the_bitcode(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine()
+    assert ctypes.sizeof(layout.Descriptor) == ctypes.sizeof(layout.Error) == 64
+    assert ctypes.sizeof(layout.Pending) == 128
+    words = layout.words()
+    monkeypatch.setattr(layout, "words", lambda: [*words[:-1], words[-1] + 8])
+    with pytest.raises(BitcodeError, match="mori_proxy_layout: want"):
+        engine_module.Engine()
+
+
+@pytest.mark.parametrize("entries", [0, 3, -4, 1 << 21, 2.0, "8"])
+def test_a_ring_is_a_power_of_two(entries) -> None:
+    with pytest.raises(ArgumentError, match="entries"):
+        Ring(entries)
+
+
+def test_every_byte_of_a_slot_is_written() -> None:
+    memory = np.full(Ring.num_bytes(2) + 64, 0xEE, np.uint8)
+    start = -memory.ctypes.data % 64
+    place = (ctypes.c_uint8 * Ring.num_bytes(2)).from_buffer(memory[start:])
+    ring = Ring(2, place)
+    assert ring.address == memory.ctypes.data + start
+    inside = memory[start : start + Ring.num_bytes(2)]
+    assert (memory[:start] == 0xEE).all()
+    assert (memory[start + len(inside) :] == 0xEE).all()
+    slots = inside[ctypes.sizeof(layout.Ring) :]
+    assert not slots.any()
+    slots[:] = 0xEE
+    ring.post(descriptor(Op.PUT, 1, local=2, remote=3, num_bytes=4, value=5, extra=6), 1.0)
+    words = slots.view(np.uint64)
+    # `done`, the second word, is the loop's
+    assert words[:8].tolist() == [1, 0xEEEE_EEEE_EEEE_EEEE, 1 | 1 << 32, 2, 3, 4, 5, 6]
+    assert (slots[64:] == 0xEE).all()
+
+
+def test_a_full_ring_refuses_and_leaves_no_hole() -> None:
+    ring = Ring(4)
+    batch = (layout.Descriptor * 6)(*(descriptor(Op.PUT, i) for i in range(6)))
+    start = time.monotonic()
+    with pytest.raises(PeerTimeout, match=r"4 descriptors stayed full for 0\.2 s; 4 of 6 were posted"):
+        ring.post(batch, 0.2)
+    assert 0.2 <= time.monotonic() - start < 2
+    assert (ring.header.tail, ring.header.head, ring.in_flight) == (4, 0, 4)
+    # room for one: one more, with the next index
+    ring.header.head = 1
+    assert ring.post(batch[5], 0.2) == [4]
+
+
+def test_posting_goes_on_when_there_is_room() -> None:
+    ring = Ring(1)
+    ring.post(descriptor(Op.PUT, 0), 1.0)
+    threading.Timer(0.2, setattr, [ring.header, "head", 1]).start()
+    assert ring.post(descriptor(Op.PUT, 0), 10.0) == [1]
+
+
+class Ucp:
+    """A double of libucp: records the calls and answers what it is told to: 0, a status, or a request for later."""
+
+    def __init__(self, entries: int = 8, n_pes: int = 2, timeout_s: float = 0.0) -> None:
+        self.calls: list[tuple] = []
+        self.answers: dict[str, list[int]] = {}
+        self.waiting: list[tuple[int, int, int]] = []  # callback, request, user
+        self.freed: list[int] = []
+        self.ring = Ring(entries)
+        self.peers = (layout.Peer * n_pes)()
+        self.pending = (layout.Pending * entries)()
+        self.replies = (layout.Reply * (entries * n_pes))()
+        self.heap = np.zeros(4096, np.uint8)
+        u64, u32, ptr = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_void_p
+        types = {
+            "put": (u64, u64, u64, u64, u64, u64, ptr),
+            "get": (u64, u64, u64, u64, u64, u64, ptr),
+            "am_send": (u64, u64, u32, ptr, u64, ptr, u64, ptr),
+            "flush": (u64, u64, ptr),
+            "close": (u64, u64, ptr),
+            "progress": (u32, u64),
+            "request_free": (None, u64),
+        }
+        self.functions = {name: ctypes.CFUNCTYPE(*kinds)(getattr(self, name)) for name, kinds in types.items()}
+        self.state = layout.State(
+            ring=self.ring.address, peers=ctypes.addressof(self.peers), pending=ctypes.addressof(self.pending),
+            pe=0, n_pes=n_pes, timeout_ns=int(timeout_s * 1e9), force=1, worker=99,
+        )  # fmt: skip
+        for pe, peer in enumerate(self.peers):
+            peer.ep, peer.rkey, peer.base, peer.bytes = 100 + pe, 200 + pe, self.heap.ctypes.data, 4096
+            peer.state = ctypes.addressof(self.state)
+            peer.replies = ctypes.addressof(self.replies) + pe * entries * 16
+        for name, function in self.functions.items():
+            setattr(self.state.ucp, name, ctypes.cast(function, ptr).value)
+        self.handler = ctypes.CFUNCTYPE(ctypes.c_int8, ptr, ptr, u64, ptr, u64, ptr)
+        self.gone = ctypes.CFUNCTYPE(None, ptr, u64, ctypes.c_int8)(engine().address("mori_proxy_peer_failed"))
+        self.progressed = 0
+        self.thread = threading.Thread(target=engine().run, args=(ctypes.addressof(self.state),), daemon=True)
+
+    def answer(self, name: str, param: int) -> int:
+        given = self.answers.get(name, [])
+        value = given.pop(0) if given else 0
+        if 0 < value < 1 << 63:
+            mask, _, callback, _, user = (ctypes.c_uint64 * 5).from_address(param)
+            assert mask & 6 == 6
+            self.waiting.append((callback, value, user))
+        return value & ((1 << 64) - 1)
+
+    def put(self, ep, local, count, remote, rkey, param) -> int:
+        self.calls.append(("put", ep, local, count, remote - self.heap.ctypes.data, rkey))
+        return self.answer("put", param)
+
+    def get(self, ep, local, count, remote, rkey, param) -> int:
+        self.calls.append(("get", ep, local, count, remote - self.heap.ctypes.data, rkey))
+        return self.answer("get", param)
+
+    def am_send(self, ep, number, header, size, data, count, param) -> int:
+        message = ctypes.string_at(header, size)
+        self.calls.append(("send", ep, number, message))
+        value = self.answer("am_send", param)
+        if value == 0 and number == 1 and "hold" not in self.answers:
+            # the peer's loop, at once: this loop, since the memory is one
+            name = "mori_proxy_request"
+            buffer = ctypes.create_string_buffer(message, size)
+            self.handler(engine().address(name))(ctypes.addressof(self.state), buffer, size, None, 0, None)
+        if number == 2:
+            buffer = ctypes.create_string_buffer(message, size)
+            self.handler(engine().address("mori_proxy_reply"))(
+                ctypes.addressof(self.state), buffer, size, None, 0, None
+            )
+        return value
+
+    def flush(self, ep, param) -> int:
+        self.calls.append(("flush", ep))
+        return self.answer("flush", param)
+
+    def close(self, ep, param) -> int:
+        self.calls.append(("close", ep))
+        return 0
+
+    def progress(self, worker) -> int:
+        assert worker == 99
+        self.progressed += 1
+        return 0
+
+    def request_free(self, request) -> None:
+        self.freed.append(request)
+
+    def finish(self, place: int = 0, status: int = 0) -> None:
+        """UCX ends the request at `place`. Before `run`, since it is the loop's thread that is called back."""
+        callback, request, user = self.waiting.pop(place)
+        ctypes.CFUNCTYPE(None, ctypes.c_uint64, ctypes.c_int8, ctypes.c_uint64)(callback)(request, status, user)
+
+    def post(self, *descriptors) -> list[int]:
+        return [self.ring.post(d, 1.0)[0] for d in descriptors]
+
+    def run(self, limit_s: float = 0.02) -> int:
+        """The loop in this thread, until all is done or for so long; how many operations are left."""
+        self.state.stop = int(limit_s * 1e9)
+        return engine().run(ctypes.addressof(self.state))
+
+    def ended(self, index: int) -> str:
+        done = layout.Descriptor.from_address(
+            self.ring.address + ctypes.sizeof(layout.Ring) + index % self.ring.entries * 64
+        ).done
+        return {0: "no", index + 1: "done", (index + 1) | layout.FAILED: "failed"}.get(done, "other")
+
+
+def test_what_is_asked_reaches_ucx_in_order() -> None:
+    ucp = Ucp()
+    ucp.post(
+        descriptor(Op.PUT, 1, local=4096, remote=16, num_bytes=8),
+        descriptor(Op.GET, 0, local=8192, remote=24, num_bytes=4088 - 24),
+        descriptor(Op.PUT, 1, local=4096, remote=0, num_bytes=0),
+    )
+    assert ucp.run() == 0
+    assert ucp.calls == [("put", 101, 4096, 8, 16, 201), ("get", 100, 8192, 4064, 24, 200)]
+    assert [ucp.ended(i) for i in range(3)] == ["done"] * 3
+    assert (ucp.ring.header.head, ucp.ring.num_errors) == (3, 0)
+
+
+def test_a_signal_starts_only_when_its_data_is_flushed() -> None:
+    ucp = Ucp()
+    ucp.answers = {"put": [11], "flush": [12]}
+    (index,) = ucp.post(descriptor(Op.PUT_SIGNAL_SET, 1, local=1, remote=0, num_bytes=8, value=7, extra=64))
+    assert ucp.run() == 1
+    assert [call[0] for call in ucp.calls] == ["put"]
+    ucp.finish()
+    assert ucp.run() == 1
+    assert [call[0] for call in ucp.calls] == ["put", "flush"]
+    assert ucp.ended(index) == "no"
+    assert ucp.heap[64] == 0
+    ucp.finish()
+    assert ucp.run() == 0
+    assert [call[0] for call in ucp.calls] == ["put", "flush", "send", "send"]
+    assert ucp.ended(index) == "done"
+    assert ucp.heap[64] == 7
+    assert ucp.freed == [11, 12]
+
+
+def test_a_quiet_waits_for_what_came_before_and_flushes_who_got_something() -> None:
+    ucp = Ucp(n_pes=3)
+    ucp.answers = {"put": [11, 0], "flush": [12, 0]}
+    put = descriptor(Op.PUT, 1, local=1, num_bytes=8)
+    indices = ucp.post(put, descriptor(Op.PUT, 2, local=1, num_bytes=8), descriptor(Op.QUIET, layout.ALL_PES), put)
+    assert ucp.run() == 4
+    assert [ucp.ended(i) for i in indices] == ["no", "done", "no", "done"]
+    assert "flush" not in [call[0] for call in ucp.calls]
+    ucp.finish()
+    assert ucp.run() == 2
+    assert [call for call in ucp.calls if call[0] == "flush"] == [("flush", 101), ("flush", 102)]
+    assert ucp.ended(indices[2]) == "no"
+    ucp.finish()
+    assert ucp.run() == 0
+    assert ucp.ended(indices[2]) == "done"
+
+
+def test_an_error_of_ucx_names_peer_and_operation() -> None:
+    ucp = Ucp()
+    ucp.answers = {"put": [-3, 11], "get": [12]}
+    put, get = (descriptor(op, 1, local=1, remote=40, num_bytes=8) for op in (Op.PUT, Op.GET))
+    ucp.post(put, put, get, descriptor(Op.PUT, 0, local=1, num_bytes=8))
+    assert ucp.run() == 3
+    ucp.gone(ctypes.addressof(ucp.peers[1]), 101, -25)
+    ucp.finish(0, -16)
+    ucp.finish(0, -80)
+    assert ucp.run() == 0
+    assert ("close", 101) in ucp.calls
+    records = ucp.ring.errors()
+    first = records[0]
+    assert (first.kind.name, first.op, first.pe, first.operation, first.status) == ("PEER_FAILED", Op.PUT, 1, 0, -3)
+    assert sorted((r.op, r.operation, r.status) for r in records[1:]) == [(Op.PUT, 1, -16), (Op.GET, 2, -80)]
+    # what comes later for it is not even tried, and a quiet says that puts may be lost
+    calls = len(ucp.calls)
+    later = ucp.post(put, descriptor(Op.QUIET, layout.ALL_PES), descriptor(Op.QUIET, layout.ALL_PES))
+    assert ucp.run() == 0
+    assert [ucp.ended(i) for i in later] == ["failed", "failed", "done"]
+    assert [call for call in ucp.calls[calls:] if call[1] == 101] == []
+
+
+def test_who_waits_for_an_answer_of_a_peer_that_is_gone_is_told() -> None:
+    ucp = Ucp()
+    ucp.answers = {"hold": []}
+    (index,) = ucp.post(descriptor(Op.ADD, 1, remote=8, num_bytes=8, value=1))
+    assert ucp.run() == 1
+    ucp.gone(ctypes.addressof(ucp.peers[1]), 101, -25)
+    assert ucp.run() == 0
+    assert ucp.ended(index) == "failed"
+    assert ucp.ring.errors()[0][:4] == (layout.ErrorKind.PEER_FAILED, Op.ADD, 1, index)
+
+
+def test_what_never_ends_is_reported_at_the_limit_and_its_slot_stays() -> None:
+    ucp = Ucp(entries=4, timeout_s=0.05)
+    ucp.answers = {"get": [11]}
+    get, other = descriptor(Op.GET, 1, local=1, num_bytes=8), descriptor(Op.PUT, 0, local=1, num_bytes=8)
+    ucp.post(get, other, descriptor(Op.QUIET, layout.ALL_PES))
+    assert ucp.run(0.3) == 3
+    assert [ucp.ended(i) for i in range(3)] == ["failed", "done", "done"]
+    (record,) = ucp.ring.errors()
+    assert (record.kind.name, record.op, record.pe, record.operation) == ("TIMEOUT", Op.GET, 1, 0)
+    assert 0.05 <= record.elapsed_s < 0.25
+    assert ucp.ring.header.head == 0
+    # UCX comes back to it after all: the slot is free again
+    ucp.finish()
+    assert ucp.run() == 0
+    assert ucp.ring.header.head == 3
+    assert ucp.ended(0) == "failed"
+
+
+def test_only_the_first_failures_have_records() -> None:
+    ucp = Ucp(entries=64)
+    ucp.post(*(descriptor(Op.PUT, 9, local=1, remote=i, num_bytes=1) for i in range(40)))
+    assert ucp.run() == 0
+    assert ucp.ring.num_errors == 40
+    assert [r.remote for r in ucp.ring.errors()] == list(range(layout.ERROR_RECORDS))
+
+
+@pytest.mark.parametrize("code", [0, 7, 15, 21, 31, 38, 1 << 31])
+def test_an_unknown_operation_is_refused(code: int) -> None:
+    ucp = Ucp()
+    ucp.post(layout.Descriptor(op=code, pe=0, local=1, bytes=8))
+    assert ucp.run() == 0
+    assert ucp.ring.errors()[0][:2] == (layout.ErrorKind.REFUSED, code)
+    assert ucp.calls == []
+
+
+def test_many_producers_and_many_wraps() -> None:
+    ucp = Ucp(entries=16)
+    ucp.thread.start()
+    each, threads = 200, 8
+    indices: list[int] = []
+
+    def produce(thread: int) -> None:
+        batch = (layout.Descriptor * each)(
+            *(descriptor(Op.PUT, 1, local=1 + thread * each + i, remote=8, num_bytes=8) for i in range(each))
+        )
+        indices.extend(ucp.ring.post(batch, 60.0))
+
+    producers = [threading.Thread(target=produce, args=(t,)) for t in range(threads)]
+    for producer in producers:
+        producer.start()
+    for producer in producers:
+        producer.join()
+    ucp.state.stop = int(10e9)
+    ucp.thread.join(20)
+    assert not ucp.thread.is_alive()
+    assert sorted(indices) == list(range(each * threads))
+    assert ucp.ring.header.head == ucp.ring.header.tail == each * threads >= 4 * ucp.ring.entries
+    sources = [call[2] for call in ucp.calls]
+    assert sorted(sources) == list(range(1, each * threads + 1))
+    # a producer's own order is kept
+    for thread in range(threads):
+        own = [s for s in sources if thread * each < s <= (thread + 1) * each]
+        assert own == sorted(own)
+
+
+def test_waiting_for_one_operation_has_a_limit() -> None:
+    ring = Ring(2)
+    (index,) = ring.post(descriptor(Op.PUT, 0), 1.0)
+    with pytest.raises(PeerTimeout, match=r"operation 0 was not finished within 0\.05 s"):
+        ring.wait(index, 0.05)
+    assert json.dumps(ring.in_flight) == "1"
