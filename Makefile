@@ -59,7 +59,7 @@ $(VENV)/.demo: $(VENV)/.ready
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.ready
-	$(PIP) install -c constraints.txt -e '.[cli,demo,plot,test]'
+	$(PIP) install -c constraints.txt -e '.[cli,demo,plot,rdma,test]'
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.ready
