@@ -41,7 +41,7 @@ def to_receive(
     service_level: int | None = None,
     traffic_class: int | None = None,
 ) -> tuple[api.QpAttr, int]:
-    """INIT to RTR. `there`: the peer's end. `max_reads`: how many of its reads and atomics the card can have at once."""
+    """INIT to RTR. `there`: the peer's end. `max_reads`: how many of its reads and atomics the card answers at once."""
     habits = HABITS[own.provider]
     attributes = api.QpAttr(
         qp_state=api.QPS_RTR,

@@ -191,6 +191,19 @@ class QpInitAttr(Structure):
     )
 
 
+class CqInitAttrEx(Structure):
+    _fields_ = (
+        ("cqe", c_uint32),
+        ("cq_context", c_void_p),
+        ("channel", CompChannel),
+        ("comp_vector", c_uint32),
+        ("wc_flags", c_uint64),
+        ("comp_mask", c_uint32),
+        ("flags", c_uint32),
+        ("parent_domain", Pd),
+    )
+
+
 class GlobalRoute(Structure):
     _fields_ = (
         ("dgid", Gid),

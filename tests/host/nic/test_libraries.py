@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.host.nic.fake_rdma import FakeLibrary, FakeVerbs
 
 pytestmark = pytest.mark.cpu
 
+ROOT = Path(__file__).parents[3]
 PACKAGES = {
     "libibverbs": ["libibverbs1", "RHEL: libibverbs"],
     "libmlx5": ["ibverbs-providers", "RHEL: libibverbs"],
@@ -155,7 +157,7 @@ def test_nothing_is_opened_unasked() -> None:
         "maps = open('/proc/self/maps').read()\n"
         "assert not any(name in maps for name in ('libibverbs', 'libmlx5', 'libbnxt_re', 'libionic'))\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[3])
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
 def test_a_library_is_typed_by_its_table() -> None:
@@ -165,3 +167,26 @@ def test_a_library_is_typed_by_its_table() -> None:
         function = getattr(fake, row.symbol)
         assert list(function.argtypes) == list(row.argtypes)
         assert function.restype is row.restype
+
+
+@pytest.mark.parametrize("name", ["libibverbs", "libmlx5"])
+def test_the_real_libraries_have_every_function(name: str) -> None:
+    """Where MORI_TEST_RDMA_LIBS names their directories, as LD_LIBRARY_PATH does; they need no card for this."""
+    if "MORI_TEST_RDMA_LIBS" not in os.environ:
+        pytest.skip("MORI_TEST_RDMA_LIBS is not set: no RDMA libraries to open")
+    program = (
+        "from mori_triton.host.nic import libraries, verbs\n"
+        "from mori_triton.errors import StateError\n"
+        "opened = libraries.open_verbs()\n"
+        f"opened = opened if {name!r} == 'libibverbs' else libraries.open_provider({name!r})\n"
+        f"assert all(opened.has(key) for key in libraries.SOURCES[{name!r}].functions)\n"
+        "try:\n"
+        "    verbs.OpenDevice(libraries.open_verbs(), 'no_such_device')\n"
+        "except StateError as error:\n"
+        "    print(error)\n"
+    )
+    environment = {**os.environ, "LD_LIBRARY_PATH": os.environ["MORI_TEST_RDMA_LIBS"]}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], check=True, cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert "libibverbs (libibverbs.so.1) shows no device no_such_device" in ran.stdout

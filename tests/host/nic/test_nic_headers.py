@@ -24,7 +24,7 @@ TABLES = [verbs_api, mlx5_api, bnxt_re_api, ionic_api]
 NAMES = {
     verbs_api.Gid: "ibv_gid", verbs_api.DeviceAttr: "ibv_device_attr", verbs_api.PortAttr: "ibv_port_attr",
     verbs_api.Mr: "ibv_mr", verbs_api.Qp: "ibv_qp", verbs_api.QpCap: "ibv_qp_cap",
-    verbs_api.QpInitAttr: "ibv_qp_init_attr",
+    verbs_api.QpInitAttr: "ibv_qp_init_attr", verbs_api.CqInitAttrEx: "ibv_cq_init_attr_ex",
     verbs_api.GlobalRoute: "ibv_global_route", verbs_api.AhAttr: "ibv_ah_attr", verbs_api.QpAttr: "ibv_qp_attr",
     mlx5_api.DevxUmem: "mlx5dv_devx_umem", mlx5_api.DevxUmemIn: "mlx5dv_devx_umem_in", mlx5_api.DvObj: "mlx5dv_obj",
     mlx5_api.DevxUar: "mlx5dv_devx_uar", mlx5_api.DvPd: "mlx5dv_pd",
