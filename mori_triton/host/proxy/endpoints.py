@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import ctypes
 import json
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +14,6 @@ from mori_triton.host.bootstrap.base import Bootstrap
 from mori_triton.host.proxy import layout, ucp_api
 from mori_triton.host.proxy.ucp_api import Ucp
 
-_CLOSE_S = 2.0
 # the first whose shared memory can have UCX end all requests to a peer that is gone, if asked
 _ENDS_REQUESTS = (1, 18)
 _SETTINGS = {"POSIX_ERROR_HANDLING": "y", "SYSV_ERROR_HANDLING": "y"}
@@ -153,12 +151,10 @@ class Endpoints:
         ucp, self.ucp = self.ucp, None
         if ucp is None:
             return
-        plain = ucp_api.RequestParam()
         for peer in self._peers if not cut else ():
             if peer.rkey:
                 ucp.status("rkey_destroy", peer.rkey)
-            if peer.ep and not peer.closed:
-                self._finish(ucp, ucp.status("ep_close", peer.ep, ctypes.byref(plain)))
+            # the endpoints go with the worker: closing one waits for a peer that may have left already
             peer.ep = peer.rkey = 0
         if self._memory:
             ucp.status("mem_unmap", self._context, self._memory)
@@ -168,12 +164,3 @@ class Endpoints:
             ucp.status("worker_destroy", self.worker)
         if self._context:
             ucp.status("cleanup", self._context)
-
-    def _finish(self, ucp: Ucp, request: int | None) -> None:
-        """Wait for a request that UCX may have returned."""
-        if not request or ctypes.c_int64(request).value in range(ucp_api.ERR_LAST, 0):
-            return
-        limit = time.monotonic() + _CLOSE_S
-        while ucp.status("request_status", request) == ucp_api.INPROGRESS and time.monotonic() < limit:
-            ucp.status("worker_progress", self.worker)
-        ucp.status("request_free", request)

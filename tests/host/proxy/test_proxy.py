@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -58,7 +61,8 @@ def run(name: str, n_pes: int, tls: str, timeout_s: float = 60) -> dict[int, tup
 def test_operations(name: str, n_pes: int, tls: str) -> None:
     for pe, (status, out, err) in run(name, n_pes, TLS[tls]).items():
         assert status == 0, f"PE {pe}: {err}"
-        assert out == "ok\n"
+        # UCX writes its warnings there too
+        assert out.endswith("ok\n")
 
 
 def test_an_idle_proxy_sleeps() -> None:
@@ -76,8 +80,6 @@ def test_a_killed_peer_is_named_within_the_limit(tls: str) -> None:
 
 
 def alone(tls: str = "self", **options) -> tuple[Proxy, bytearray]:
-    import ctypes
-
     heap = bytearray(4096)
     place = ctypes.addressof(ctypes.c_uint8.from_buffer(heap))
     return Proxy(ThreadGroup(1).bootstrap(0), place, 4096, options={"TLS": tls}, **options), heap
@@ -140,13 +142,18 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
+def runs(name: str) -> bool:
+    shown = subprocess.run(
+        ["ip", "-n", name, "-br", "link", "show", "dev", name], check=True, capture_output=True, text=True
+    )
+    return shown.stdout.split()[1] == "UP"
+
+
 @pytest.fixture
 def two_hosts():
     """Two network namespaces that a veth pair joins: names, and the interface of each."""
     if shutil.which("ip") is None:
         pytest.skip("two hosts: there is no `ip` (iproute2) here")
-    import os
-
     names = [f"mori{os.getpid()}{side}" for side in "ab"]
     try:
         try:
@@ -159,6 +166,11 @@ def two_hosts():
             ip("-n", name, "addr", "add", f"10.213.77.{i + 1}/24", "dev", name)
             ip("-n", name, "link", "set", name, "up")
             ip("-n", name, "link", "set", "lo", "up")
+        # an interface that is up counts as running a little later, and UCX takes running ones only
+        limit = time.monotonic() + 10
+        while not all(runs(name) for name in names):
+            assert time.monotonic() < limit, "the interfaces do not come up"
+            time.sleep(0.05)
         yield names
     finally:
         for name in names:
