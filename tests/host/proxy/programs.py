@@ -5,6 +5,7 @@ A program gets a `Here`; what it prints is for the test, an exception is its fai
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -12,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -289,6 +291,41 @@ def killed(here: Here) -> None:
     time.sleep(0.5)
 
 
+def stopped(here: Here, kill: bool = False) -> None:
+    """PE 1 takes nothing any more while hundreds of operations of every kind are on their way to it: all fail."""
+    proxy = here.proxy
+    pids = here.boot.allgather(str(os.getpid()).encode())
+    proxy.wait(proxy.atomic(Op.ADD, 1 - here.pe, 0, 1))
+    here.finish_all()
+    if here.pe == 1:
+        time.sleep(60)
+    os.kill(int(pids[1]), signal.SIGSTOP)
+    tasks = Path("/proc", pids[1].decode(), "task")
+    try:
+        while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks.iterdir()):
+            time.sleep(0.001)
+        start, data, old = time.monotonic(), np.zeros(1 << 20, np.uint8), np.zeros(100, np.uint64)
+        indices = []
+        for i in range(100):
+            indices.append(proxy.atomic(Op.FETCH_ADD, 1, 0, 1, result=address(old[i:])))
+            indices.append(proxy.atomic(Op.ADD, 1, 0, 1))
+            indices.append(proxy.put_signal(1, 4096, address(data), data.nbytes, 8, 1, add=True))
+            indices.append(proxy.get(1, 4096, address(data), data.nbytes))
+        if kill:
+            os.kill(int(pids[1]), signal.SIGKILL)
+        assert not any(proxy.ring.wait(index, 3 * LIMIT_S) for index in indices)
+        assert time.monotonic() - start < LIMIT_S + 1.5
+        assert proxy.ring.num_errors == len(indices)
+        assert {record.pe for record in proxy.ring.errors()} == {1}
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pids[1]), signal.SIGKILL)
+
+
+def stopped_and_killed(here: Here) -> None:
+    stopped(here, kill=True)
+
+
 def until_cut(here: Here) -> None:
     """Put to the other PE until that fails; says what the failure was and how long it took."""
     data = pattern(here.pe, 0, 4096)
@@ -323,7 +360,7 @@ def idle(here: Here) -> None:
 
 
 OPTIONS = {"wrap": {"entries": 32, "timeout_s": 30.0}, "order": {"entries": 64, "timeout_s": 20.0}}
-CUT = {"killed", "until_cut"}
+CUT = {"killed", "stopped", "stopped_and_killed", "until_cut"}
 
 
 def main() -> None:

@@ -79,6 +79,16 @@ def test_a_killed_peer_is_named_within_the_limit(tls: str) -> None:
         assert (status, out) == (0, "PeerTimeout\nok\n"), f"PE {pe}: {err}"
 
 
+@pytest.mark.parametrize("tls", TLS)
+@pytest.mark.parametrize("name", ["stopped", "stopped_and_killed"])
+def test_everything_on_its_way_to_a_peer_that_hangs_fails_within_the_limit(name: str, tls: str) -> None:
+    ended = run(name, 2, TLS[tls])
+    assert ended[1][0] == -9
+    status, out, err = ended[0]
+    assert status == 0, err
+    assert out.endswith("ok\n")
+
+
 def alone(tls: str = "self", **options) -> tuple[Proxy, bytearray]:
     heap = bytearray(4096)
     place = ctypes.addressof(ctypes.c_uint8.from_buffer(heap))
