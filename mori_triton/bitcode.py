@@ -16,10 +16,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mori_triton import abi, env
 from mori_triton.errors import BitcodeError
+
+if TYPE_CHECKING:
+    import llvmlite.binding as llvm
 
 DEVICE_LIBRARY = "libmori_shmem_device.bc"
 
@@ -38,6 +41,24 @@ def directory() -> Path:
     raise BitcodeError(
         f"device bitcode: no manifest.json in {package / '_bitcode'} nor in {package.parent / 'bitcode'}"
     )
+
+
+def host_file(name: str) -> Path:
+    """One of the files that this machine's own CPU runs, such as "proxy.bc". `BitcodeError` if it is not there."""
+    path = directory() / "x86_64" / name
+    if not path.is_file():
+        raise BitcodeError(f"{path} does not exist: bitcode/build.py makes it")
+    return path
+
+
+def host_machine(level: int) -> llvm.TargetMachine:
+    """A code generator of optimisation `level`, 0 to 3, for this machine's CPU; an engine that is given it owns it."""
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    return llvm.Target.from_default_triple().create_target_machine(opt=level, cpu=cpu, features=features, jit=True)
 
 
 def family(target: Any) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import llvmlite
 import llvmlite.binding as llvm
 
-from mori_triton import env
+from mori_triton import bitcode, env
 
 # code generation levels. Measured: a kernel at level 2 runs 13 % faster than at level 0 and takes 2.4 times as long to
 # compile, since most of the time goes to the emulator's own functions; those are compiled once
@@ -31,17 +31,9 @@ _lock = threading.RLock()
 _engine: llvm.ExecutionEngine | None = None
 
 
-def _target(level: int) -> llvm.TargetMachine:
-    """A code generator for the host CPU."""
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
-    return llvm.Target.from_default_triple().create_target_machine(opt=level, cpu=cpu, features=features, jit=True)
-
-
 @functools.cache
 def _generator(level: int) -> llvm.TargetMachine:
-    return _target(level)
+    return bitcode.host_machine(level)
 
 
 def _start() -> llvm.ExecutionEngine:
@@ -49,18 +41,8 @@ def _start() -> llvm.ExecutionEngine:
     global _engine
     if _engine is None:
         # the engine owns the machine that it is given, so it gets its own
-        _engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target(0))
+        _engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), bitcode.host_machine(0))
     return _engine
-
-
-def bitcode_path(name: str) -> Path:
-    """An x86_64 bitcode file of the emulator, in the source tree or in the wheel."""
-    package = Path(__file__).parent.parent
-    for folder in (package / "_bitcode", package.parent / "bitcode"):
-        path = folder / "x86_64" / name
-        if path.exists():
-            return path
-    raise FileNotFoundError(f"{name}: not in {package / '_bitcode'} nor in {package.parent / 'bitcode'}")
 
 
 # sources that have no part in what an object contains
@@ -164,7 +146,7 @@ def _link(code: bytes) -> None:
 @functools.cache
 def load_bitcode(name: str) -> None:
     """Link one of the emulator's own bitcode files, once a process."""
-    source = bitcode_path(name).read_bytes()
+    source = bitcode.host_file(name).read_bytes()
     load(_digest(source, str(OWN_LEVEL)), lambda: (source, {}), OWN_LEVEL)
 
 

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mori_triton import emulator, local_world
+from mori_triton import bitcode, emulator, local_world
 from mori_triton.emulator import device as devices
 from mori_triton.emulator import jit, module
 from mori_triton.errors import ArgumentError, KernelFault, StateError, UnsupportedInstruction
@@ -370,7 +370,7 @@ def test_an_unknown_instruction_is_named_with_its_line():
 def test_processes_share_the_object_cache(gfx1201, tmp_path, monkeypatch):
     # the emulator's own functions are not what this is about
     for name in ("emulator_memory.bc", "emulator_scheduler.bc"):
-        key = jit._digest(jit.bitcode_path(name).read_bytes(), str(jit.OWN_LEVEL))
+        key = jit._digest(bitcode.host_file(name).read_bytes(), str(jit.OWN_LEVEL))
         (tmp_path / "objects" / key[:2]).mkdir(parents=True)
         kept = jit.env.cache_dir() / "objects" / key[:2] / f"{key}.o"
         if kept.exists():

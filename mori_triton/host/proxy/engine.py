@@ -30,17 +30,11 @@ class Engine:
     """
 
     def __init__(self) -> None:
-        path = bitcode.directory() / "x86_64" / FILE
-        if not path.is_file():
-            raise BitcodeError(f"{path} does not exist: bitcode/build.py makes it")
-        llvm.initialize_native_target()
-        llvm.initialize_native_asmprinter()
-        cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
-        target = llvm.Target.from_default_triple().create_target_machine(opt=2, cpu=cpu, features=features, jit=True)
+        path = bitcode.host_file(FILE)
         module = llvm.parse_bitcode(path.read_bytes())
         module.verify()
         # kept: the code lives as long as it
-        self._engine = llvm.create_mcjit_compiler(module, target)
+        self._engine = llvm.create_mcjit_compiler(module, bitcode.host_machine(2))
         self._engine.finalize_object()
         want = layout.words()
         got = list((ctypes.c_uint32 * len(want)).from_address(self._engine.get_global_value_address(_LAYOUT)))
