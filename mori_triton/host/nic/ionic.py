@@ -110,10 +110,7 @@ class IonicDevice:
         traffic_class: int | None = None,
     ) -> None:
         """From INIT to where it can send. `ends`: this PE's and the peer's of the connection."""
-        here, there = ends
-        receive = states.to_receive(
-            own, peer, there,
+        states.connect(
+            partial(self._modify, queue_pair), own, peer, ends,
             max_reads=self._max_reads, service_level=service_level, traffic_class=traffic_class,
         )  # fmt: skip
-        self._modify(queue_pair, receive, "RTR")
-        self._modify(queue_pair, states.to_send(own, here), "RTS")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mori_triton.errors import require
@@ -79,3 +80,22 @@ def to_send(own: ConnectionFacts, here: QueuePairEnd) -> tuple[api.QpAttr, int]:
     )
     mask = api.QP_STATE | api.QP_SQ_PSN | api.QP_MAX_QP_RD_ATOMIC | api.QP_TIMEOUT
     return attributes, mask | api.QP_RETRY_CNT | api.QP_RNR_RETRY
+
+
+def connect(
+    modify: Callable[[tuple[api.QpAttr, int], str], None],
+    own: ConnectionFacts,
+    peer: ConnectionFacts,
+    ends: tuple[QueuePairEnd, QueuePairEnd],
+    *,
+    max_reads: int,
+    service_level: int | None = None,
+    traffic_class: int | None = None,
+) -> None:
+    """From INIT to RTS by `modify(state, its name)`. `ends`: this PE's and the peer's; the rest as for `to_receive`."""
+    here, there = ends
+    receive = to_receive(
+        own, peer, there, max_reads=max_reads, service_level=service_level, traffic_class=traffic_class
+    )  # fmt: skip
+    modify(receive, "RTR")
+    modify(to_send(own, here), "RTS")
