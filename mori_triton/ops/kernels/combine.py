@@ -16,7 +16,7 @@ from mori_triton.ops.kernels.finish import (
     is_broken,
     signal_last,
 )
-from mori_triton.ops.kernels.rows import as_bits, as_words, peer_table, row_offset, sum_rows
+from mori_triton.ops.kernels.rows import as_bits, as_words, peer_table, row_offset, sum_rows, sum_weights
 
 
 @triton.jit(
@@ -133,10 +133,7 @@ def combine_reduce_kernel(
                 tl.store(out + offs, bits, mask=mask & works)
             if combine_in_weights_ptr is not None:  # noqa: SIM102 - Triton decides this one while compiling
                 if token % NUM_PIECES == piece:
-                    column = tl.arange(0, BLOCK_K)
-                    mask_k = (column < TOP_K) & works
-                    sums = sum_rows(
-                        bases, heap, combine_in_weights_ptr, forward_ptr, token, TOP_K, capacity, TOP_K,
-                        column, mask_k, CHUNK, False, works, inverse, shift,
+                    sum_weights(
+                        bases, heap, combine_in_weights_ptr, forward_ptr, out_weights_ptr, token, TOP_K, capacity,
+                        works, inverse, shift, BLOCK_K, CHUNK,
                     )  # fmt: skip
-                    tl.store(out_weights_ptr + row_offset(token, TOP_K) + column, sums, mask=mask_k)

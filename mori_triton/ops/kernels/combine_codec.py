@@ -27,7 +27,7 @@ from mori_triton.ops.kernels.rows import (
     program_share,
     row_offset,
     split_target,
-    sum_rows,
+    sum_weights,
 )
 
 BLOCK = tl.constexpr(_BLOCK)
@@ -249,10 +249,7 @@ def combine_decode_kernel(
                 tl.store(out + columns, rounded, mask=(columns < HIDDEN) & works)
             if combine_in_weights_ptr is not None:  # noqa: SIM102 - Triton decides this one while compiling
                 if token % NUM_PIECES == piece:
-                    column = tl.arange(0, BLOCK_K)
-                    mask_k = (column < top_k) & works
-                    sums = sum_rows(
-                        bases, heap, combine_in_weights_ptr, forward_ptr, token, top_k, capacity, top_k,
-                        column, mask_k, CHUNK, False, works, inverse, shift,
+                    sum_weights(
+                        bases, heap, combine_in_weights_ptr, forward_ptr, out_weights_ptr, token, top_k, capacity,
+                        works, inverse, shift, BLOCK_K, CHUNK,
                     )  # fmt: skip
-                    tl.store(out_weights_ptr + row_offset(token, top_k) + column, sums, mask=mask_k)

@@ -203,3 +203,29 @@ def sum_rows(
             if targets[j] >= 0:
                 total += rows[j].to(dtype, bitcast=True).to(tl.float32)
     return total
+
+
+@triton.jit
+def sum_weights(
+    bases_ptr,
+    heap,
+    weights_ptr,
+    forward_ptr,
+    out_weights_ptr,
+    token,
+    top_k,
+    capacity,
+    works,
+    inverse,
+    shift,
+    BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Sum a token's weight rows, symmetric float32 [capacity, top_k], as `sum_rows` does, and write the sums."""
+    column = tl.arange(0, BLOCK_K)
+    mask = (column < top_k) & works
+    sums = sum_rows(
+        bases_ptr, heap, weights_ptr, forward_ptr, token, top_k, capacity, top_k, column, mask, CHUNK, False, works,
+        inverse, shift,
+    )  # fmt: skip
+    tl.store(out_weights_ptr + row_offset(token, top_k) + column, sums, mask=mask)
