@@ -17,7 +17,7 @@ import typer
 from bench import clock, plot
 from bench.floor import Rates, rates
 from bench.measure import Method, measure
-from bench.problem import DTYPES, Problem
+from bench.problem import DTYPES, Problem, numbers
 from bench.record import COLUMNS, phases_of
 from bench.report import Results, console, environment, show
 from mori_triton.errors import require
@@ -25,11 +25,6 @@ from mori_triton.ops.formats import QUANT_TYPES
 
 # elements; the emulated device is there to try the command, not to be timed
 _MOST_EMULATED = 1 << 24
-
-
-def numbers(text: str) -> list[int]:
-    """ "128,4096" as [128, 4096]."""
-    return [int(part) for part in text.split(",") if part.strip()]
 
 
 def run(results: Results, kind: str, problem: Problem, method: Method, memory: Rates) -> list[dict[str, Any]]:

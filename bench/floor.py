@@ -7,13 +7,12 @@ On one GPU all of it goes through one memory. Rows are counted once per distinct
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+
+from bench import clock
 
 # several times the cache of any GPU (H200: 60 MB), so that a copy is of memory
 COPY_BYTES = 2 << 30
@@ -83,34 +82,17 @@ def rates(device: torch.device, num_bytes: int = COPY_BYTES, repeats: int = 20, 
     The best of several places in memory, as some are a percent or two faster than others. Random contents: a GPU may
     copy zeros faster. Timed by events; on the CPU by the host's clock.
     """
+    clocked = clock.host_times if device.type == "cpu" else clock.event_times
     copy_s, fill_s, held = [], [], []
     for _ in range(places):
         source = torch.randint(-128, 128, (num_bytes,), dtype=torch.int8, device=device)
         target = torch.empty_like(source)
-        copy_s.append(_median_s(partial(target.copy_, source), device, repeats))
+        copy_s.append(clocked(partial(target.copy_, source), repeats).median / MICROSECONDS)
         assert torch.equal(source, target)
-        fill_s.append(_median_s(partial(target.fill_, 0x5A), device, repeats))
+        fill_s.append(clocked(partial(target.fill_, 0x5A), repeats).median / MICROSECONDS)
         # so that the next ones are elsewhere
         held.append((source, target))
     return Rates(2 * num_bytes / min(copy_s) / 1e9, num_bytes / min(fill_s) / 1e9)
-
-
-def _median_s(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Seconds of `work`, the median of `repeats` after a few."""
-    times = []
-    for _ in range(3 + repeats):
-        if device.type == "cpu":
-            start_s = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - start_s)
-        else:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            work()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times[3:])
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,11 @@ _POISON = 0xFF
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
+def numbers(text: str) -> list[int]:
+    """ "128,4096" as [128, 4096]."""
+    return [int(part) for part in text.split(",") if part.strip()]
+
+
 @dataclass(frozen=True)
 class Problem:
     """One benchmark problem; equal on every PE.

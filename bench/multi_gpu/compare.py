@@ -22,7 +22,7 @@ import typer
 from bench import problem as problems
 from bench.multi_gpu.group import Group, PeerRates, join, leave, peer_rates
 from bench.multi_gpu.ways import AllToAll, Collectives, GatherScatter, Op, Way
-from bench.problem import Inputs, Problem
+from bench.problem import Inputs, Problem, numbers
 from bench.report import Column, Results, console, environment, show
 from mori_triton import shmem
 
@@ -202,11 +202,6 @@ def verdicts(rows: list[dict[str, Any]]) -> list[str]:
 
 def _met(good: bool) -> str:
     return "met" if good else "NOT met"
-
-
-def numbers(text: str) -> list[int]:
-    """ "128,4096" as [128, 4096]."""
-    return [int(part) for part in text.split(",") if part.strip()]
 
 
 def main(
