@@ -13,7 +13,6 @@ import torch
 from mori_triton.errors import StateError, require
 from mori_triton.ops.calls import CombineCall, DispatchCall
 from mori_triton.ops.combine import check_combine, check_contents, plan_combine, recv_step
-from mori_triton.ops.config import EpDispatchCombineConfig
 from mori_triton.ops.dispatch import check_dispatch, is_absent, plan_dispatch, recv_steps
 from mori_triton.ops.local_expert_count import local_expert_count
 from mori_triton.ops.op_base import EpOpBase
@@ -43,9 +42,6 @@ class EpDispatchCombineOp(EpOpBase):
             differ.
         HeapError: the symmetric heap has no room; the message says how many bytes this config needs.
     """
-
-    def __init__(self, config: EpDispatchCombineConfig) -> None:
-        super().__init__(config)
 
     # -- dispatch --------------------------------------------------------------------------------------------
 
