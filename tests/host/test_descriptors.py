@@ -59,7 +59,9 @@ def test_one_who_goes_away_does_not_keep_others_waiting():
         for _ in range(20):
             with socket.socket(socket.AF_UNIX) as gone:
                 gone.connect("\0" + server.name)
-        os.close(receive_descriptor(server.name))
+        received = receive_descriptor(server.name)
+        assert os.path.sameopenfile(received, file.fileno())
+        os.close(received)
         server.close()
 
 
