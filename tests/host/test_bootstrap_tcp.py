@@ -121,6 +121,21 @@ def test_ranks_that_do_not_fit_together(ranks, text):
         assert text in str(error)
 
 
+def test_who_comes_after_the_quarrel_hears_of_it_too():
+    """The others have left by then: the server is still there, until everybody has been told or has stopped to wait."""
+    unique_id = new_unique_id()
+    first = run_threads(2, lambda i: error_of(TcpBootstrap, unique_id, *[(1, 2), (0, 3)][i], timeout_s=30))
+    assert wait_until(lambda: not hub_of(unique_id)._clients)
+    last = error_of(TcpBootstrap, unique_id, 2, 3, timeout_s=30)
+    for error in (*first, last):
+        assert isinstance(error, StateError)
+        assert "a world of" in str(error)
+    assert wait_until(lambda: not hub_of(unique_id).alive), "nobody else can come"
+    unique_id = new_unique_id()
+    run_threads(2, lambda i: error_of(TcpBootstrap, unique_id, *[(1, 2), (0, 3)][i], timeout_s=1))
+    assert wait_until(lambda: not hub_of(unique_id).alive), "who is missing would have given up"
+
+
 def test_latecomer_with_a_taken_rank_does_not_disturb():
     unique_id = new_unique_id()
     boots = run_threads(2, lambda pe: TcpBootstrap(unique_id, pe, 2, timeout_s=10))

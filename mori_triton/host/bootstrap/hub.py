@@ -60,6 +60,9 @@ class Hub:
         self._gone: dict[int, str] = {}
         self._n_pes = 0
         self._joined = False
+        # of those who came: how many, how many they expect at most, when the last of them stops to wait
+        self._num_hellos = self._most_pes = 0
+        self._last_limit = 0.0
         # a reason that no call can be answered any more: (MISSING or DISAGREE, text)
         self._broken: tuple[int, str] | None = None
         # the call in progress: by PE (number, name, data, when it is too late)
@@ -99,15 +102,20 @@ class Hub:
                 self._drop(client)
 
     def _deserted(self) -> bool:
-        return self._broken is not None and not self._pes
+        """Whether nobody is left, or still to come, who has to hear what is wrong."""
+        return self._broken is not None and not self._clients and not self._late_may_come()
+
+    def _late_may_come(self) -> bool:
+        return not self._joined and self._num_hellos < self._most_pes and time.monotonic() < self._last_limit
 
     def _next_event(self) -> float | None:
         limits = [limit for *_, limit in self._calls.values()]
-        limits += [c.since + (_INTRODUCTION_S if c.pe is None else c.timeout_s) for c in self._waiting_to_join()]
+        if self._broken is None:
+            limits += [c.since + c.timeout_s for c in self._pes.values() if not self._joined]
+        elif self._late_may_come():
+            limits.append(self._last_limit)
+        limits += [c.since + _INTRODUCTION_S for c in self._clients if c.pe is None]
         return max(0.0, min(limits) - time.monotonic()) if limits else None
-
-    def _waiting_to_join(self) -> list[_Client]:
-        return [c for c in self._clients if c.pe is None or not self._joined]
 
     def _accept(self) -> None:
         try:
@@ -155,6 +163,8 @@ class Hub:
         if magic != self._magic or client.pe is not None:
             self._drop(client)
             return
+        self._num_hellos, self._most_pes = self._num_hellos + 1, max(self._most_pes, n_pes)
+        self._last_limit = max(self._last_limit, time.monotonic() + timeout_s)
         problem = None
         if self._n_pes and n_pes != self._n_pes:
             problem = f"PE {pe} asks for a world of {n_pes} PEs, others for {self._n_pes}"
