@@ -64,6 +64,14 @@ class PeerTimeout(MoriError, TimeoutError):
     """A wait reached its limit: lists kernel, PE, peer, the value expected and the value seen."""
 
 
+class NetworkError(MoriError, RuntimeError):
+    """An operation over the network failed: transport, PE, peer, queue pair, request, the card's own word for it."""
+
+
+class NotSupported(MoriError, NotImplementedError):
+    """A combination that cannot work, found before any kernel runs; names the transport."""
+
+
 class ReceiveOverflow(MoriError, RuntimeError):
     """More rows were sent to a PE than its receive buffers hold; those beyond were dropped, nothing else was hurt."""
 
