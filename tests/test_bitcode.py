@@ -15,6 +15,7 @@ import llvmlite.binding as llvm
 import pytest
 
 from mori_triton import abi, bitcode
+from mori_triton.bitcode import files
 from mori_triton.errors import BitcodeError
 
 pytestmark = pytest.mark.compile
@@ -194,7 +195,7 @@ def test_find_bitcode_by_target(target: object, family: str, tmp_path: Path, mon
     assert tmp_path in found.parents
     # a damaged copy is replaced, nothing temporary stays behind
     found.write_bytes(b"damaged")
-    bitcode._copy_of.cache_clear()
+    files._copy_of.cache_clear()
     assert bitcode.find_bitcode(target) == found
     assert found.read_bytes() == source.read_bytes()
     assert [p.name for p in found.parent.iterdir()] == [found.name]
@@ -212,7 +213,7 @@ def test_unknown_targets_are_refused(target: object) -> None:
 def test_the_wheels_layout_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "site" / "mori_triton"
     shutil.copytree(BITCODE, package / "_bitcode", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    monkeypatch.setattr(bitcode, "__file__", str(package / "bitcode.py"))
+    monkeypatch.setattr(files, "__file__", str(package / "bitcode" / "files.py"))
     assert bitcode.directory() == package / "_bitcode"
     shutil.rmtree(package / "_bitcode")
     with pytest.raises(BitcodeError, match=r"no manifest\.json"):
