@@ -51,7 +51,8 @@ class FakeGpus:
         self.first = [0] if "device_set" in table else []
         self.current: dict[int, list[int]] = defaultdict(self.first.copy)
         self.contexts: Counter[int] = Counter()
-        self.memory: dict[str, dict] = {kind: {} for kind in ("device", "host", "reserved", "mapped", "handles")}
+        kinds = ("device", "host", "reserved", "mapped", "handles", "registered")
+        self.memory: dict[str, dict] = {kind: {} for kind in kinds}
         self.opened: Counter[int] = Counter()
         self.access: set[tuple] = set()
         # captures begun, and the stream of the one that goes on
@@ -112,8 +113,9 @@ class FakeGpus:
     def _new(self, kind: str, num_bytes: int, out) -> int:
         if num_bytes >= 1 << 50:
             return OUT_OF_MEMORY
-        buffer = (ctypes.c_ubyte * (num_bytes + 255))()
-        address = -(-ctypes.addressof(buffer) // 256) * 256
+        alignment = 4096 if num_bytes >= 4096 else 256
+        buffer = (ctypes.c_ubyte * (num_bytes + alignment - 1))()
+        address = -(-ctypes.addressof(buffer) // alignment) * alignment
         if self.next_address:
             address, self.next_address, buffer = self.next_address, 0, self._buffers[self.next_address]
         ctypes.memset(address, 0xA5, num_bytes)
@@ -219,6 +221,25 @@ class FakeGpus:
 
     def do_host_free(self, address):
         return self._drop("host", address)
+
+    def do_host_register(self, address, num_bytes, flags):
+        if address % 4096 or num_bytes % 4096 or address in self.memory["registered"]:
+            return INVALID
+        self.memory["registered"][address] = (num_bytes, flags)
+
+    def do_host_unregister(self, address):
+        return self._drop("registered", address)
+
+    def do_host_device_pointer(self, out, address, flags):
+        if address not in self.memory["registered"]:
+            return INVALID
+        # elsewhere than the process sees it, as with registers
+        out[0] = address + 0x100000000000
+
+    def do_dma_buf(self, out, address, num_bytes, kind, flags):
+        if address % 4096 or num_bytes % 4096 or (kind, flags) != (1, 0):
+            return INVALID
+        ctypes.cast(out, ctypes.POINTER(ctypes.c_int))[0] = os.memfd_create("fake dma-buf")
 
     def do_memcpy(self, dst, src, num_bytes, *_):
         ctypes.memmove(dst, src, num_bytes)
@@ -339,6 +360,6 @@ def fake_driver(kind: str, index: int = 0, *, gpus: FakeGpus | None = None, **op
     """A driver of `kind` "cuda" or "hip" on doubles, and the doubles."""
     module, api = (cuda, cuda_api) if kind == "cuda" else (hip, hip_api)
     gpus = gpus or FakeGpus(api.FUNCTIONS)
-    library = Library(f"fake {kind}", gpus, api.FUNCTIONS, module._describe)
+    library = Library(f"fake {kind}", gpus, api.FUNCTIONS, module._describe, optional=api.OPTIONAL)
     made = module.CudaDriver if kind == "cuda" else module.HipDriver
     return made(index, library=library, **options), gpus

@@ -20,11 +20,15 @@ pytestmark = pytest.mark.cpu
 
 # what differs from the rule that a constant has the header's name without the vendor's prefix
 RENAMED = {
-    cuda_api: {"GRANULARITY_MINIMUM": "MEM_ALLOC_GRANULARITY_MINIMUM"},
+    cuda_api: {
+        "GRANULARITY_MINIMUM": "MEM_ALLOC_GRANULARITY_MINIMUM",
+        "HOST_REGISTER_PORTABLE": "MEMHOSTREGISTER_PORTABLE",
+        "HOST_REGISTER_MAPPED": "MEMHOSTREGISTER_DEVICEMAP",
+    },
     hip_api: {"GRANULARITY_MINIMUM": "MEM_ALLOCATION_GRANULARITY_MINIMUM"},
 }
 # ours alone
-OWN = {"VERSION_MINIMUM", "VERSION_DESCRIPTOR_BY_VALUE"}
+OWN = {"VERSION_MINIMUM", "VERSION_DESCRIPTOR_BY_VALUE", "HOST_REGISTER_IO"}
 # what HIP 5, in Debian 12, has otherwise or not at all; the driver refuses it
 CHANGED_IN_HIP_6 = {
     "map_granularity",
@@ -33,6 +37,8 @@ CHANGED_IN_HIP_6 = {
     "IPC_MEM_LAZY_ENABLE_PEER_ACCESS",
     "DEVICE_MALLOC_UNCACHED",
     "MEM_ALLOCATION_TYPE_UNCACHED",
+    "MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD",
+    "dma_buf",
 }
 
 

@@ -5,8 +5,11 @@ left over; what errors say. What a GPU does with them is in test_cuda_driver_gpu
 from __future__ import annotations
 
 import gc
+import json
+import os
 import threading
 import weakref
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -52,8 +55,6 @@ def test_alloc_write_read_copy_free(kind):
     for bad in ({"num_bytes": 0}, {"num_bytes": -1}, {"num_bytes": 8, "alignment": 3}):
         with pytest.raises(ArgumentError):
             driver.alloc(**bad)
-    with pytest.raises(ArgumentError, match="FINE_GRAINED"):
-        driver.alloc(8, kind=MemoryKind.FINE_GRAINED, exportable=True)
     with pytest.raises(ArgumentError, match="value: want 0 to 255"):
         driver.memset(address, 256, 1)
     for call in (driver.free, driver.export_handle):
@@ -299,3 +300,58 @@ def test_pci_address(kind):
     gpus.fail["pci_bus_id"] = INVALID
     with pytest.raises(DriverError, match=rf"PCIBusId \({kind}:1\): ERROR_INVALID_VALUE"):
         _ = driver.pci_address
+
+
+IO = {"cuda": cuda_api.MEMHOSTREGISTER_IOMEMORY, "hip": 0}
+
+
+def test_pages_of_other_devices(kind):
+    """Where the kernel sees them is the library's choice, which fakes make visible."""
+    driver, gpus = fake_driver(kind)
+    seen = driver.map_host(0x7E0000001000, 8192, registers=True)
+    assert seen == 0x7E0000001000 + 0x100000000000
+    assert gpus.of("host_register") == [(0x7E0000001000, 8192, 1 | 2 | IO[kind])]
+    driver.map_host(0x7E0000004000, 4096)
+    assert gpus.of("host_register")[1] == (0x7E0000004000, 4096, 1 | 2)
+    with pytest.raises(DriverError, match=f"HostRegister.*4096 bytes at 0x7e0000001000 on {kind}:0.*invalid argument"):
+        driver.map_host(0x7E0000001000, 4096)
+    driver.unmap_host(0x7E0000001000)
+    assert list(gpus.memory["registered"]) == [0x7E0000004000]
+    with pytest.raises(DriverError, match="unmap of 0x7e0000001000: not mapped"):
+        driver.unmap_host(0x7E0000001000)
+    gpus.fail["host_device_pointer"] = INVALID
+    with pytest.raises(DriverError, match="HostGetDevicePointer"):
+        driver.map_host(0x7E0000008000, 4096)
+    assert list(gpus.memory["registered"]) == [0x7E0000004000]
+    assert closed(driver, gpus) == {}
+
+
+def test_dma_bufs(kind):
+    driver, gpus = fake_driver(kind)
+    base = driver.alloc(5 << 20, exportable=True)
+    os.close(driver.export_dma_buf(base, 5 << 20))
+    # all there is of it, in whole pages: 5 MiB are allocated as 6
+    assert gpus.of("dma_buf") == [(ANY, base, 6 << 20, 1, 0)]
+    # registering by address may do, where this does not
+    gpus.fail["dma_buf"] = INVALID
+    assert driver.export_dma_buf(base, 5 << 20) is None
+    words = driver.alloc(4096, kind=MemoryKind.FINE_GRAINED)
+    assert driver.export_dma_buf(words, 4096) is None
+    del gpus.fail["dma_buf"]
+    assert driver.export_dma_buf(base + 64, 64) is None
+    assert len(gpus.of("dma_buf")) == 2
+    driver._gpu.library._functions.pop("dma_buf")
+    assert driver.export_dma_buf(base, 5 << 20) is None
+    assert closed(driver, gpus) == {}
+
+
+def test_pinned_memory_is_for_this_process(kind):
+    owner, gpus = fake_driver(kind, 0)
+    peer, _ = fake_driver(kind, 1, gpus=gpus)
+    base = owner.alloc(100, kind=MemoryKind.FINE_GRAINED, exportable=True)
+    handle = owner.export_handle(base)
+    assert peer.import_handle(handle) == base
+    # every device reaches it
+    assert not gpus.of("enable_peer_access")
+    with pytest.raises(DriverError, match="could not export it: pinned host memory is for PEs of one process"):
+        peer.import_handle(json.dumps(json.loads(handle) | {"process": "another"}).encode())

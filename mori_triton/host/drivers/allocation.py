@@ -30,6 +30,8 @@ class Allocation:
     ) -> None:
         self.address, self.num_bytes = address, num_bytes
         self.handle, self.device_index = handle, device_index
+        # of the host, pinned
+        self.on_host = False
         # by which other drivers of this process find it; 0: they do not
         self.number = 0
         # at the end of the process the system takes all of it, and libraries may be half gone

@@ -21,7 +21,8 @@ class MemoryKind(enum.Enum):
     """How the device may cache an allocation that others write or read.
 
     CACHED and UNCACHED are memory of the device. FINE_GRAINED is memory that host and device see at once, also while a
-    kernel runs (`host_view`); it is for words, not for data, and cannot be exported.
+    kernel runs (`host_view`): for words, and for data where a thread of the host stands in for a network card. It can be
+    exported to PEs of the same process only.
     """
 
     CACHED = "cached"
@@ -35,6 +36,11 @@ class Driver(Protocol):
     name: str  # "cpu", "cuda", "hip"
     device_index: int  # which of them, by torch's count; 0 on the CPU
     ticks_per_second: int  # of the clock that bitcode waits read
+
+    @property
+    def pci_address(self) -> str:
+        """Where the device is on PCI, as in sysfs: "0000:18:00.0"; "" if it is not."""
+        ...
 
     def set_current(self) -> None:
         """Make this device the current one of the calling thread."""
@@ -99,6 +105,25 @@ class Driver(Protocol):
 
     def close_import(self, address: int) -> None:
         """Undo one `import_handle`."""
+        ...
+
+    # memory that devices lend each other
+
+    def map_host(self, address: int, num_bytes: int, *, registers: bool = False) -> int:
+        """Where this device sees whole pages of this process that are not of this driver, each to be mapped once.
+
+        `registers`: they are those of another device.
+        """
+        ...
+
+    def unmap_host(self, address: int) -> None:
+        """Undo `map_host`, by the address that it was given."""
+        ...
+
+    def export_dma_buf(self, address: int, num_bytes: int) -> int | None:
+        """A file descriptor by which RDMA devices reach memory of this driver, which begins at `address`; the caller
+        closes it. None: there is none, such as for memory of the host.
+        """
         ...
 
     # order

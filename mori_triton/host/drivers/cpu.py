@@ -92,6 +92,7 @@ class CpuDriver:
 
     name = "cpu"
     device_index = 0
+    pci_address = ""
     # s_memrealtime of the emulated device
     ticks_per_second = 100_000_000
 
@@ -182,6 +183,15 @@ class CpuDriver:
         mapping, count = self._imported.pop(address)
         if count > 1:
             self._imported[address] = (mapping, count - 1)
+
+    def map_host(self, address: int, num_bytes: int, *, registers: bool = False) -> int:
+        return address
+
+    def unmap_host(self, address: int) -> None:
+        pass
+
+    def export_dma_buf(self, address: int, num_bytes: int) -> int | None:
+        return None
 
     def copy(self, dst: int, src: int, num_bytes: int) -> None:
         ctypes.memmove(dst, src, num_bytes)

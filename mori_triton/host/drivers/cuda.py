@@ -26,7 +26,9 @@ def _describe(library: Library, status: int) -> str:
 @functools.cache
 def open_library() -> Library:
     """libcuda, initialised. `DriverError` without one, or without a GPU it can use."""
-    library = Library("libcuda", load(cuda_api.LIBRARY_NAMES), cuda_api.FUNCTIONS, _describe)
+    library = Library(
+        "libcuda", load(cuda_api.LIBRARY_NAMES), cuda_api.FUNCTIONS, _describe, optional=cuda_api.OPTIONAL
+    )
     library.call("init", 0)
     return library
 

@@ -22,6 +22,11 @@ LIBRARY_NAMES = ("libcuda.so.1", "libcuda.so")
 
 ERROR_PEER_ACCESS_ALREADY_ENABLED = 704
 
+MEMHOSTREGISTER_PORTABLE, MEMHOSTREGISTER_DEVICEMAP, MEMHOSTREGISTER_IOMEMORY = 1, 2, 4
+# the names that HIP has for them
+HOST_REGISTER_PORTABLE, HOST_REGISTER_MAPPED = MEMHOSTREGISTER_PORTABLE, MEMHOSTREGISTER_DEVICEMAP
+HOST_REGISTER_IO = MEMHOSTREGISTER_IOMEMORY
+MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD = 1
 MEMHOSTALLOC_PORTABLE, MEMHOSTALLOC_DEVICEMAP = 1, 2
 STREAM_NON_BLOCKING = 1
 EVENT_DISABLE_TIMING = 2
@@ -98,6 +103,9 @@ FUNCTIONS = {
     "host_alloc": _row("cuMemHostAlloc", POINTER(c_void_p), c_size_t, c_uint),
     "host_free": _row("cuMemFreeHost", c_void_p),
     "host_device_pointer": _row("cuMemHostGetDevicePointer_v2", POINTER(DevicePointer), c_void_p, c_uint),
+    "host_register": _row("cuMemHostRegister_v2", c_void_p, c_size_t, c_uint),
+    "host_unregister": _row("cuMemHostUnregister", c_void_p),
+    "dma_buf": _row("cuMemGetHandleForAddressRange", c_void_p, DevicePointer, c_size_t, c_int, c_ulonglong),
     "memcpy": _row("cuMemcpyAsync", DevicePointer, DevicePointer, c_size_t, Handle),
     "memset": _row("cuMemsetD8Async", DevicePointer, c_ubyte, c_size_t, Handle),
     # memory of other processes
@@ -134,3 +142,5 @@ FUNCTIONS = {
     # modules
     "module_global": _row("cuModuleGetGlobal_v2", POINTER(DevicePointer), POINTER(c_size_t), Handle, c_char_p),
 }
+# since CUDA 11.7
+OPTIONAL = {"dma_buf"}

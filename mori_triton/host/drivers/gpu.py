@@ -20,10 +20,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mori_triton.errors import ArgumentError, DriverError, StateError, require
-from mori_triton.host.drivers import dlpack, mappings
+from mori_triton.host.drivers import dlpack, lending, mappings
 from mori_triton.host.drivers.allocation import Allocation
 from mori_triton.host.drivers.base import MemoryKind
 from mori_triton.host.drivers.descriptors import DescriptorServer, receive_descriptor
+from mori_triton.host.drivers.gpu_streams import GpuStreams
 from mori_triton.host.drivers.identity import process_identity
 from mori_triton.host.drivers.library import Library
 
@@ -87,7 +88,7 @@ class Gpu:
 _PCI_TEXT_BYTES = 32
 
 
-class GpuDriver:
+class GpuDriver(GpuStreams):
     """`Driver` for one GPU. `heap_mode`: how exportable memory is made, one of `HEAP_MODES`."""
 
     name: str
@@ -101,6 +102,7 @@ class GpuDriver:
         self._owned: dict[int, Allocation] = {}
         self._imported: dict[int, tuple[Allocation, int]] = {}
         self._servers: dict[int, DescriptorServer] = {}
+        self._lent: dict[int, Allocation] = {}
         # errors of giving memory back, until somebody can be told
         self._failures: list[DriverError] = []
 
@@ -128,8 +130,6 @@ class GpuDriver:
             raise ArgumentError(f"num_bytes: want a positive size, got {num_bytes}")
         if alignment <= 0 or alignment & (alignment - 1):
             raise ArgumentError(f"alignment: want a power of two, got {alignment}")
-        if exportable and kind is MemoryKind.FINE_GRAINED:
-            raise ArgumentError("kind: want CACHED or UNCACHED for exportable memory, got FINE_GRAINED")
         if kind is MemoryKind.FINE_GRAINED:
             allocation = self._hold(self._alloc_host(num_bytes), num_bytes, "host_free")
             ctypes.memset(allocation.address, 0, num_bytes)
@@ -149,7 +149,9 @@ class GpuDriver:
 
     def _hold(self, address: int, num_bytes: int, release: str) -> Allocation:
         give_back = partial(self._gpu.call, release, address, about=f"{address:#x}")
-        return Allocation(address, num_bytes, give_back, self._failures, device_index=self.device_index)
+        allocation = Allocation(address, num_bytes, give_back, self._failures, device_index=self.device_index)
+        allocation.on_host = release == "host_free"
+        return allocation
 
     def _hold_mapping(self, mapping: mappings.Mapping) -> Allocation:
         give_back = partial(mappings.destroy, self._gpu, mapping)
@@ -252,6 +254,8 @@ class GpuDriver:
 
     def _export(self, owner: Allocation) -> dict[str, Any]:
         """What another process needs in order to map an allocation."""
+        if owner.on_host:
+            raise DriverError("pinned host memory is for PEs of one process")
         if owner.handle:
             if owner.address not in self._servers:
                 self._servers[owner.address] = DescriptorServer(mappings.export(self._gpu, owner.handle))
@@ -278,7 +282,8 @@ class GpuDriver:
                 allocation = _live.get(fields["number"])
             if allocation is None:
                 raise DriverError(f"import of {fields['bytes']} bytes: their owner in this process has freed them")
-            if allocation.device_index != self.device_index:
+            # pinned host memory is every device's
+            if allocation.device_index != self.device_index and not allocation.on_host:
                 self._reach(allocation)
         else:
             allocation = self._import(fields)
@@ -329,55 +334,20 @@ class GpuDriver:
         del allocation
         self._tell_failures()
 
-    # order
+    # memory that is lent
 
-    def synchronize(self) -> None:
-        self._gpu.call("synchronize")
+    def map_host(self, address: int, num_bytes: int, *, registers: bool = False) -> int:
+        self._lent[address] = lending.map_host(self._gpu, address, num_bytes, registers, self._failures)
+        return self._lent[address].address
 
-    def stream_synchronize(self, stream: int) -> None:
-        self._gpu.call("stream_synchronize", stream)
+    def unmap_host(self, address: int) -> None:
+        if self._lent.pop(address, None) is None:
+            raise DriverError(f"unmap of {address:#x}: not mapped for {self.name}:{self.device_index}")
+        self._tell_failures()
 
-    def create_stream(self) -> int:
-        return self._gpu.output("stream_create", self._gpu.api.Handle, self._gpu.api.STREAM_NON_BLOCKING)
-
-    def destroy_stream(self, stream: int) -> None:
-        self._gpu.call("stream_destroy", stream)
-
-    def create_event(self) -> int:
-        return self._gpu.output("event_create", self._gpu.api.Handle, self._gpu.api.EVENT_DISABLE_TIMING)
-
-    def destroy_event(self, event: int) -> None:
-        self._gpu.call("event_destroy", event)
-
-    def record_event(self, event: int, stream: int) -> None:
-        self._gpu.call("event_record", event, stream)
-
-    def wait_event(self, stream: int, event: int) -> None:
-        self._gpu.call("stream_wait_event", stream, event, 0)
-
-    def begin_capture(self, stream: int) -> None:
-        # other threads go on allocating and freeing meanwhile
-        self._gpu.call("capture_begin", stream, self._gpu.api.STREAM_CAPTURE_MODE_THREAD_LOCAL)
-
-    def end_capture(self, stream: int) -> int:
-        graph = ctypes.c_void_p()
-        self._gpu.call("capture_end", stream, ctypes.byref(graph))
-        try:
-            return self._gpu.output("graph_instantiate", self._gpu.api.Handle, graph, 0)
-        finally:
-            self._gpu.call("graph_destroy", graph)
-
-    def capture_id(self, stream: int) -> int:
-        status, found = ctypes.c_int(), ctypes.c_ulonglong()
-        self._gpu.call("capture_info", stream, ctypes.byref(status), ctypes.byref(found))
-        # otherwise nothing is said about the other number
-        return found.value if status.value == self._gpu.api.STREAM_CAPTURE_STATUS_ACTIVE else 0
-
-    def launch_graph(self, graph: int, stream: int) -> None:
-        self._gpu.call("graph_launch", graph, stream)
-
-    def destroy_graph(self, graph: int) -> None:
-        self._gpu.call("graph_exec_destroy", graph)
+    def export_dma_buf(self, address: int, num_bytes: int) -> int | None:
+        owner = self._allocation(address, num_bytes)
+        return None if owner.on_host else lending.export_dma_buf(self._gpu, owner, address)
 
     # other
 
@@ -409,6 +379,7 @@ class GpuDriver:
             self.end_export(address)
         self._owned.clear()
         self._imported.clear()
+        self._lent.clear()
         self._open_gpu = None
         self._tell_failures()
 

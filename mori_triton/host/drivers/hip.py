@@ -25,7 +25,7 @@ def _describe(library: Library, status: int) -> str:
 def open_library() -> Library:
     """libamdhip64, initialised. `DriverError` without one, or without a GPU it can use."""
     handle = load([*loaded(hip_api.LIBRARY_STEM), *hip_api.LIBRARY_NAMES])
-    library = Library("libamdhip64", handle, hip_api.FUNCTIONS, _describe)
+    library = Library("libamdhip64", handle, hip_api.FUNCTIONS, _describe, optional=hip_api.OPTIONAL)
     library.call("init", 0)
     return library
 

@@ -32,6 +32,10 @@ VERSION_DESCRIPTOR_BY_VALUE = 7 * 10_000_000 + 1 * 100_000
 ERROR_PEER_ACCESS_ALREADY_ENABLED = 704
 
 HOST_MALLOC_PORTABLE, HOST_MALLOC_MAPPED, HOST_MALLOC_COHERENT = 1, 2, 0x40000000
+HOST_REGISTER_PORTABLE, HOST_REGISTER_MAPPED = 1, 2
+# HIP has a flag for registers too, which does nothing
+HOST_REGISTER_IO = 0
+MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD = 1
 DEVICE_MALLOC_UNCACHED = 3
 MEMCPY_DEFAULT = 4
 STREAM_NON_BLOCKING = 1
@@ -102,6 +106,10 @@ FUNCTIONS = {
     "mem_free": _row("hipFree", DevicePointer),
     "host_alloc": _row("hipHostMalloc", POINTER(c_void_p), c_size_t, c_uint),
     "host_free": _row("hipHostFree", c_void_p),
+    "host_device_pointer": _row("hipHostGetDevicePointer", POINTER(DevicePointer), c_void_p, c_uint),
+    "host_register": _row("hipHostRegister", c_void_p, c_size_t, c_uint),
+    "host_unregister": _row("hipHostUnregister", c_void_p),
+    "dma_buf": _row("hipMemGetHandleForAddressRange", c_void_p, DevicePointer, c_size_t, c_int, c_ulonglong),
     "memcpy": _row("hipMemcpyAsync", DevicePointer, DevicePointer, c_size_t, c_int, Handle),
     "memset": _row("hipMemsetAsync", DevicePointer, c_int, c_size_t, Handle),
     # memory of other processes
@@ -137,3 +145,5 @@ FUNCTIONS = {
     # modules
     "module_global": _row("hipModuleGetGlobal", POINTER(DevicePointer), POINTER(c_size_t), Handle, c_char_p),
 }
+# since ROCm 7
+OPTIONAL = {"dma_buf"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,20 +24,35 @@ class Library:
     Args:
         handle: a loaded library (`load`), or anything that has the symbols as attributes.
         describe: the library's own text for a status that is not 0.
+        optional: keys that it may lack (`has`).
 
     Raises:
-        DriverError: a symbol is missing, which means that the installed driver is too old.
+        DriverError: another symbol is missing, which means that the installed driver is too old.
     """
 
-    def __init__(self, name: str, handle: Any, table: Mapping[str, Function], describe: Callable[[Library, int], str]):
+    def __init__(
+        self,
+        name: str,
+        handle: Any,
+        table: Mapping[str, Function],
+        describe: Callable[[Library, int], str],
+        *,
+        optional: Collection[str] = (),
+    ):
         self.name, self._describe, self._table = name, describe, table
         self._functions = {}
         for key, row in table.items():
             function = getattr(handle, row.symbol, None)
+            if function is None and key in optional:
+                continue
             if function is None:
                 raise DriverError(f"{name} has no function {row.symbol}: the installed driver is too old")
             function.argtypes, function.restype = list(row.argtypes), row.restype
             self._functions[key] = function
+
+    def has(self, key: str) -> bool:
+        """Whether it has a function that is optional."""
+        return key in self._functions
 
     def status(self, key: str, *args: Any) -> Any:
         """Call a function; what it returns."""
