@@ -1,90 +1,13 @@
-// The proxy's descriptor ring: what producers write and the progress loop reads, and the loop's own state.
+// What the proxy's loop keeps for itself, and the functions of libucp that it calls. x86_64 only.
 //
-// The ring lies in host memory that producers of any kind can reach: threads of this process now, kernels later. A producer reserves
-// an index (compare-and-swap on `tail`, only while there is room, so that who gives up leaves no hole), writes every byte of the
-// slot but `done`, and stores `ready` last. The loop takes slots in order of their index and ends them in any order: `done` of a
-// slot, then `head` past all slots that have ended. A slot below `head` may be written again.
-//
-// `mori_triton/host/proxy/layout.py` repeats the structs; the bitcode carries `mori_proxy_layout`, compared before it is used.
+// Only the loop's thread reads or writes any of it while it runs, but for `ProxyState::stop`. layout.py repeats the structs that
+// the host fills in.
 #pragma once
+
+#include "proxy_ring.h"
 
 namespace mori {
 
-using i8 = signed char;
-using i32 = int;
-using i64 = long long;
-using u8 = unsigned char;
-using u32 = unsigned;
-using u64 = unsigned long long;
-
-constexpr u32 kProxyVersion = 1;
-constexpr u32 kProxyErrors = 16;             // records kept: the first ones
-constexpr u64 kProxyFailed = 1ull << 63;     // in `done`: the operation failed
-constexpr i32 kProxyAllPes = -1;             // pe of a quiet
-
-enum ProxyOp : u32 {
-  kProxyPut = 1,           // local -> remote, `bytes`; done: the source may be reused
-  kProxyGet = 2,           // remote -> local, `bytes`; done: the data is there
-  kProxyPutSignalSet = 3,  // put, then `value` replaces the 64-bit word at `extra` once the data is at its place
-  kProxyPutSignalAdd = 4,  // put, then `value` is added to it
-  kProxyQuiet = 5,         // done: everything posted before has had its effect on every PE
-  kProxyFlush = 6,         // the same for one PE
-  // atomics on `bytes` (4 or 8) at `remote`; those from kProxyFetchAdd on write the old value to `local`
-  kProxyAdd = 16,
-  kProxyAnd = 17,
-  kProxyOr = 18,
-  kProxyXor = 19,
-  kProxySet = 20,
-  kProxyFetchAdd = 32,
-  kProxyFetchAnd = 33,
-  kProxyFetchOr = 34,
-  kProxyFetchXor = 35,
-  kProxySwap = 36,
-  kProxyCompareSwap = 37,  // `value` is stored where the old value is `extra`
-};
-
-struct alignas(64) ProxyDescriptor {
-  u64 ready;   // index + 1, stored last by the producer
-  u64 done;    // index + 1 (| kProxyFailed), stored by the loop
-  u32 op;      // ProxyOp
-  i32 pe;
-  u64 local;   // address in this process
-  u64 remote;  // offset in the heap of `pe`
-  u64 bytes;
-  u64 value;
-  u64 extra;   // offset of the signal, or the value compared with
-};
-
-enum ProxyErrorKind : u32 {
-  kProxyRefused = 1,     // the descriptor names no operation, PE or place of a heap; nothing was sent
-  kProxyPeerFailed = 2,  // UCX gave up: `status` is its reason
-  kProxyTimeout = 3,     // not finished within the limit
-};
-
-struct ProxyError {
-  u32 kind;
-  i32 status;  // ucs_status_t, 0 if none
-  u32 op;
-  i32 pe;
-  u64 index;
-  u64 remote;
-  u64 bytes;
-  u64 elapsed_ns;
-  u64 reserved[2];
-};
-
-struct ProxyRing {
-  u32 version;
-  u32 entries;  // a power of two
-  u64 reserved0[7];
-  alignas(64) u64 tail;    // indices given out
-  alignas(64) u64 head;    // every index below is finished
-  alignas(64) u64 errors;  // how many there were; the first kProxyErrors have a record
-  alignas(64) ProxyError records[kProxyErrors];
-  // the slots follow
-};
-
-// libucp's functions, and the loop's own words. Only the loop's thread reads or writes `ProxyState`, but for `stop`.
 struct ProxyFunctions {
   u64 put, get, am_send, flush, close, progress, request_free;
 };
@@ -93,11 +16,19 @@ struct ProxyPeer {
   u64 ep, rkey;
   u64 base, bytes;  // the peer's heap as it knows it
   i32 status;       // why it counts as gone, 0: it does not
-  u32 dirty;        // something was sent since the last flush
-  u32 flushing;     // 1: a flush is in flight, 2: UCX has finished it
   u32 closed;       // 1: and the loop has seen to what was waiting for it
   u64 state;        // ProxyState
   u64 replies;      // ProxyReply[entries]: what is on its way to this PE
+  // order (proxy_order.h)
+  u64 puts;         // given to UCX so far
+  u64 flushed;      // of these, known to be at their places
+  u64 covers;       // of these, those that the flush in flight will have seen to
+  u64 wanted;       // `puts` when the quiet began that is under way
+  u64 held, last;   // ProxyPending: first and last of those that wait for their turn
+  u32 flushing;     // 1: a flush is in flight, 2: UCX has finished it
+  u32 copies;       // puts and gets among those that wait
+  u32 messages;     // posted and not answered
+  u32 lost;         // 1: it is gone, and with it something that was posted
 };
 
 // An atomic goes to the loop of the PE whose memory it is about, which carries it out and answers. (UCX has atomics of its own: over
@@ -117,15 +48,17 @@ struct ProxyReply {
 struct ProxyPending {
   u64 index;
   u64 started_ns;
-  u64 state;  // ProxyState
-  u64 next;   // list of those that UCX has finished
+  u64 state;   // ProxyState
+  u64 next;    // list of those that UCX has finished
+  u64 behind;  // list of those that wait for their turn
+  u64 need;    // it may go on when so many puts to its PE are at their places
   u64 reply;
   ProxyRequest message;
   u32 stage;
   i32 status;
-  u32 reported;
+  u8 reported, in_ucx, copy_waits, is_message;
   u32 reserved;
-  u64 spare[3];
+  u64 spare;
 };
 
 struct ProxyState {
@@ -142,24 +75,62 @@ struct ProxyState {
   u64 sleeps;      // how often the loop slept
 };
 
-#define MORI_PROXY_FIELD(s, field, at) static_assert(__builtin_offsetof(s, field) == (at), #s "." #field)
-MORI_PROXY_FIELD(ProxyDescriptor, ready, 0);
-MORI_PROXY_FIELD(ProxyDescriptor, done, 8);
-MORI_PROXY_FIELD(ProxyDescriptor, op, 16);
-MORI_PROXY_FIELD(ProxyDescriptor, pe, 20);
-MORI_PROXY_FIELD(ProxyDescriptor, local, 24);
-MORI_PROXY_FIELD(ProxyDescriptor, remote, 32);
-MORI_PROXY_FIELD(ProxyDescriptor, bytes, 40);
-MORI_PROXY_FIELD(ProxyDescriptor, value, 48);
-MORI_PROXY_FIELD(ProxyDescriptor, extra, 56);
-static_assert(sizeof(ProxyDescriptor) == 64, "ProxyDescriptor");
-MORI_PROXY_FIELD(ProxyRing, entries, 4);
-MORI_PROXY_FIELD(ProxyRing, tail, 64);
-MORI_PROXY_FIELD(ProxyRing, head, 128);
-MORI_PROXY_FIELD(ProxyRing, errors, 192);
-MORI_PROXY_FIELD(ProxyRing, records, 256);
 static_assert(sizeof(ProxyPending) == 128 && sizeof(ProxyRequest) == 48 && sizeof(ProxyReply) == 16, "messages");
-static_assert(sizeof(ProxyError) == 64 && sizeof(ProxyRing) == 256 + 64 * kProxyErrors, "ProxyRing");
-#undef MORI_PROXY_FIELD
+
+// ucs_status_t is one byte
+using Status = i8;
+
+struct RequestParam {  // ucp_request_param_t
+  u32 mask, flags;
+  void* request;
+  void (*callback)(void*, Status, void*);
+  u64 datatype;
+  void* user_data;
+  void* reply;
+  u32 memory_type;
+  void* receive_info;
+  void* memory;
+  u64 remote_datatype;
+  const void* remote;
+  u64 remote_count;
+};
+enum : u32 { HAS_CALLBACK = 2, HAS_USER_DATA = 4, HAS_FLAGS = 16, FORCE_CLOSE = 1, EAGER = 2 };
+enum MessageId : u32 { REQUEST = 1, REPLY = 2 };
+constexpr u64 UCS_ERR_LAST = static_cast<u64>(-100ll);
+
+using PutFn = u64 (*)(u64 ep, const void*, u64, u64 remote, u64 rkey, const RequestParam*);
+using GetFn = u64 (*)(u64 ep, void*, u64, u64 remote, u64 rkey, const RequestParam*);
+using SendFn = u64 (*)(u64 ep, u32 id, const void* header, u64, const void*, u64, const RequestParam*);
+using FlushFn = u64 (*)(u64 ep, const RequestParam*);
+using ProgressFn = u32 (*)(u64 worker);
+using FreeFn = void (*)(u64 request);
+
+template <class T>
+T acquire(const T* word) {
+  return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+}
+
+template <class T>
+void release(T* word, T value) {
+  __atomic_store_n(word, value, __ATOMIC_RELEASE);
+}
+
+inline ProxyDescriptor* slots(ProxyRing* r) { return reinterpret_cast<ProxyDescriptor*>(r + 1); }
+inline ProxyDescriptor* slot(ProxyRing* r, u64 index) { return slots(r) + (index & (r->entries - 1)); }
+inline ProxyRingPeer* ring_peer(ProxyRing* r, i32 pe) { return reinterpret_cast<ProxyRingPeer*>(slots(r) + r->entries) + pe; }
+inline ProxyRing* ring(ProxyState* s) { return reinterpret_cast<ProxyRing*>(s->ring); }
+inline ProxyPeer* peer(ProxyState* s, i32 pe) { return reinterpret_cast<ProxyPeer*>(s->peers) + pe; }
+inline ProxyPending* pending(ProxyState* s, u64 index) {
+  return reinterpret_cast<ProxyPending*>(s->pending) + (index & (ring(s)->entries - 1));
+}
+
+inline bool is_flush(u32 op) { return op == kProxyQuiet || op == kProxyFlush; }
+inline bool has_signal(u32 op) { return op == kProxyPutSignalSet || op == kProxyPutSignalAdd; }
+inline bool is_atomic(u32 op) {
+  return (op >= kProxyAdd && op <= kProxySet) || (op >= kProxyFetchAdd && op <= kProxyCompareSwap);
+}
+inline bool fetches(u32 op) { return op >= kProxyFetchAdd; }
+inline bool failed(u64 handle) { return handle >= UCS_ERR_LAST; }
+inline i32 status_of(u64 handle) { return static_cast<i32>(static_cast<i64>(handle)); }
 
 }  // namespace mori

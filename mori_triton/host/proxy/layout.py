@@ -1,4 +1,4 @@
-"""The structs that producers, the progress loop and Python share: `hip_src/proxy.h` in ctypes.
+"""The structs that producers, the progress loop and Python share: `hip_src/proxy_ring.h` and `proxy.h` in ctypes.
 
 `words()` lists what the bitcode's `mori_proxy_layout` lists; engine.py compares them before the loop is used.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 import ctypes
 from enum import IntEnum
 
-VERSION = 1
+VERSION = 2
 ERROR_RECORDS = 16
+TICKETS = 64
 ALL_PES = -1
 FAILED = 1 << 63
 # of libucp, those that the loop calls
@@ -17,7 +18,7 @@ FUNCTIONS = ("put", "get", "am_send", "flush", "close", "progress", "request_fre
 
 
 class Op(IntEnum):
-    """What a descriptor asks for. Atomics from `FETCH_ADD` on write the old value to `local`."""
+    """What a descriptor asks for. Atomics from `FETCH_ADD` on write the old value to `local` and to the ticket."""
 
     PUT = 1
     GET = 2
@@ -47,12 +48,15 @@ class ErrorKind(IntEnum):
 
 
 class Descriptor(ctypes.Structure):
-    """One slot of the ring. `remote` and a signal's `extra` are offsets in the heap of `pe`; `local` is an address."""
+    """One slot of the ring. `remote` and a signal's `extra` are offsets in the heap of `pe`; `local` is an address.
+    `ticket`: 1 + number of the ticket that is told how it ended, 0: none.
+    """
 
     _fields_ = (
         ("ready", ctypes.c_uint64),
         ("done", ctypes.c_uint64),
-        ("op", ctypes.c_uint32),
+        ("op", ctypes.c_uint16),
+        ("ticket", ctypes.c_uint16),
         ("pe", ctypes.c_int32),
         ("local", ctypes.c_uint64),
         ("remote", ctypes.c_uint64),
@@ -78,21 +82,47 @@ class Error(ctypes.Structure):
     )
 
 
+class Ticket(ctypes.Structure):
+    """How one operation ended. `reason`: UCX's status in bits 0-7, `ErrorKind` in bits 8-15."""
+
+    _fields_ = (
+        ("done", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("reason", ctypes.c_uint32),
+        ("pe", ctypes.c_int32),
+        ("reserved", ctypes.c_uint64),
+    )
+
+
 class Ring(ctypes.Structure):
-    """Head of the ring, at the start of its memory; the slots follow. Words that different sides write lie 64 apart."""
+    """Head of the ring, at the start of its memory; the slots follow, and behind them a `RingPeer` for each PE.
+
+    Words that different sides write lie 64 apart.
+    """
 
     _fields_ = (
         ("version", ctypes.c_uint32),
         ("entries", ctypes.c_uint32),
-        ("reserved0", ctypes.c_uint64 * 7),
+        ("n_pes", ctypes.c_uint32),
+        ("reserved0", ctypes.c_uint32 * 13),
         ("tail", ctypes.c_uint64),
         ("_pad_tail", ctypes.c_uint64 * 7),
         ("head", ctypes.c_uint64),
-        ("_pad_head", ctypes.c_uint64 * 7),
+        ("num_gone", ctypes.c_uint64),
+        ("_pad_head", ctypes.c_uint64 * 6),
         ("errors", ctypes.c_uint64),
         ("_pad_errors", ctypes.c_uint64 * 7),
+        ("free_tickets", ctypes.c_uint64),
+        ("_pad_tickets", ctypes.c_uint64 * 7),
         ("records", Error * ERROR_RECORDS),
+        ("tickets", Ticket * TICKETS),
     )
+
+
+class RingPeer(ctypes.Structure):
+    """What producers are told of one PE: why it counts as gone (0: it does not), and whether a kernel has said so."""
+
+    _fields_ = (("gone", ctypes.c_uint32), ("reported", ctypes.c_uint32))
 
 
 class Functions(ctypes.Structure):
@@ -110,11 +140,11 @@ class Peer(ctypes.Structure):
         ("base", ctypes.c_uint64),
         ("bytes", ctypes.c_uint64),
         ("status", ctypes.c_int32),
-        ("dirty", ctypes.c_uint32),
-        ("flushing", ctypes.c_uint32),
         ("closed", ctypes.c_uint32),
         ("state", ctypes.c_uint64),
         ("replies", ctypes.c_uint64),
+        ("puts", ctypes.c_uint64),
+        ("_order", ctypes.c_uint64 * 7),
     )
 
 
@@ -156,9 +186,9 @@ def _names(struct: type[ctypes.Structure]) -> list[str]:
 
 
 def words() -> list[int]:
-    """Version, number of records, then of each struct its size and its fields' offsets."""
-    found = [VERSION, ERROR_RECORDS]
-    for struct in (Descriptor, Error, Ring, Functions, Peer, Pending, Reply, State):
+    """Version, numbers of records and tickets, then of each struct its size and its fields' offsets."""
+    found = [VERSION, ERROR_RECORDS, TICKETS]
+    for struct in (Descriptor, Error, Ticket, Ring, RingPeer, Functions, Peer, Pending, Reply, State):
         found.append(ctypes.sizeof(struct))
         if struct not in (Pending, Reply):
             found += [getattr(struct, name).offset for name in _names(struct) if not name.startswith("_")]

@@ -48,7 +48,7 @@ class Proxy:
     ) -> None:
         require(timeout_s > 0, "timeout_s", "a time above 0", timeout_s)
         self.bootstrap, self.pe, self.n_pes, self.timeout_s = bootstrap, bootstrap.pe, bootstrap.n_pes, timeout_s
-        self.ring = Ring(entries)
+        self.ring = Ring(entries, self.n_pes)
         self._engine = engine()
         self._peers = (layout.Peer * self.n_pes)()
         self._pending = (layout.Pending * entries)()

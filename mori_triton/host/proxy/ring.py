@@ -42,26 +42,29 @@ class Ring:
 
     Args:
         entries: a power of two; so many operations can be posted before the first of them is finished.
-        memory: where it lies, a writable buffer of `num_bytes(entries)` bytes at a multiple of 64; None: new pages that
-            child processes share.
+        n_pes: how many PEs there are.
+        memory: where it lies, a writable buffer of `num_bytes(entries, n_pes)` bytes at a multiple of 64; None: new
+            pages that child processes share.
     """
 
-    def __init__(self, entries: int, memory: Any = None) -> None:
+    def __init__(self, entries: int, n_pes: int = 1, memory: Any = None) -> None:
         sound = isinstance(entries, int) and 1 <= entries <= MAX_ENTRIES and entries & (entries - 1) == 0
         require(sound, "entries", f"a power of two up to {MAX_ENTRIES}", entries)
         self.entries, self._engine = entries, engine()
-        size = self.num_bytes(entries)
+        size = self.num_bytes(entries, n_pes)
         self._memory = (ctypes.c_uint8 * size).from_buffer(mmap.mmap(-1, size) if memory is None else memory)
         self.address = ctypes.addressof(self._memory)
         require(self.address % 64 == 0, "memory", "an address that is a multiple of 64", hex(self.address))
         ctypes.memset(self.address, 0, size)
         self.header = layout.Ring.from_buffer(self._memory)
-        self.header.version, self.header.entries = layout.VERSION, entries
+        self.header.version, self.header.entries, self.header.n_pes = layout.VERSION, entries, n_pes
+        self.header.free_tickets = (1 << layout.TICKETS) - 1
 
     @staticmethod
-    def num_bytes(entries: int) -> int:
+    def num_bytes(entries: int, n_pes: int = 1) -> int:
         """Size of a ring."""
-        return ctypes.sizeof(layout.Ring) + entries * ctypes.sizeof(Descriptor)
+        ends = entries * ctypes.sizeof(Descriptor) + n_pes * ctypes.sizeof(layout.RingPeer)
+        return ctypes.sizeof(layout.Ring) + ends
 
     def post(self, descriptors: ctypes.Array[Descriptor] | Descriptor, timeout_s: float) -> list[int]:
         """Post in order; the index of each. Waits while the ring is full.
