@@ -8,6 +8,7 @@ Needs clang-19 (any path: `--clang`), and this package's Python. Writes
     x86_64/emulator_memory.bc          memory accesses of the emulated device, loaded by its JIT
     x86_64/emulator_scheduler.bc       its scheduler
     x86_64/proxy.bc                    the proxy's progress loop
+    x86_64/soft_hca.bc                 a network card in software
     manifest.json                      compiler, ABI hash; per file: hashes of sources and content, exported symbols
 
 The compiler's IR text is cleaned before it becomes bitcode: attributes that tie a function to a GPU or stop inlining
@@ -70,6 +71,7 @@ TARGETS: dict[str, tuple[str, str, list[str]]] = {
     "x86_64/emulator_memory.bc": (HOST_TRIPLE, "emulator/memory.cpp", ["-Wno-psabi"]),
     "x86_64/emulator_scheduler.bc": (HOST_TRIPLE, "emulator/scheduler.cpp", ["-Wno-psabi"]),
     "x86_64/proxy.bc": (HOST_TRIPLE, "proxy.cpp", []),
+    "x86_64/soft_hca.bc": (HOST_TRIPLE, "soft_hca.cpp", []),
 }
 
 
