@@ -1,4 +1,4 @@
-// Pointer translation, and copies and atomics over mapped peer memory.
+// Pointer translation, and copies and atomics on peers, by load and store where their memory is mapped, else through the network.
 //
 // A put or get is ONE operation of the program: all its threads call it with the same arguments. The scope says how many of them
 // move bytes: thread 1, warp the first wave, block all.
@@ -7,9 +7,12 @@
 //     end with a barrier. Every get ends with one: all threads may read what it brought.
 //   * Nothing here orders anything for another PE; that is fence, quiet and the signals of sync.h.
 // Atomics are relaxed, at system scope, done by the elected thread. Those that return a value return it in every thread.
+// Through the network the elected thread posts what transport.h says. Whatever the program has stored is released before, so that a
+// network card finds it in memory; a get that is complete is followed by an acquire in all threads.
 #pragma once
 
-#include "context.h"
+#include "profile.h"
+#include "transport.h"
 
 namespace mori {
 
@@ -27,12 +30,61 @@ MORI_BODY u64 translate(Ctx ctx, u64 address, u64 num_bytes, i32 pe) {
   return base == 0 ? 0 : base + offset;
 }
 
-// translate(), with a record by the elected thread when the operation cannot be done
-MORI_BODY u64 translate_or_report(Ctx ctx, u64 address, u64 num_bytes, u32 alignment, i32 pe) {
+// Whether a range is in my heap.
+MORI_INLINE bool is_symmetric(Ctx ctx, u64 address, u64 num_bytes) {
+  u64 offset = address - fixed(&ctx->heap_base), size = fixed(&ctx->heap_size);
+  return offset < size && num_bytes <= size - offset;
+}
+
+// Instead of an address: transport.h gets there.
+constexpr u64 kOverNetwork = 1;
+MORI_INLINE bool is_over_network(u64 there) { return build_provider() != kP2p && there == kOverNetwork; }
+
+// translate(), or kOverNetwork for a PE that is not mapped and can be reached
+MORI_BODY u64 locate(Ctx ctx, u64 address, u64 num_bytes, i32 pe) {
   u64 there = translate(ctx, address, num_bytes, pe);
-  if (address % alignment != 0) there = 0;
-  if (there == 0 && is_elected()) report_by_one(ctx, kRefused, pe, 0, address, num_bytes, 0, 0);
+  // the second look is at what the first one has loaded, and costs the mapped path nothing
+  if (there == 0 && has_network(ctx) && (u32)pe < (u32)fixed(&ctx->n_pes) && is_symmetric(ctx, address, num_bytes))
+    return kOverNetwork;
   return there;
+}
+
+// locate(), with a record by the elected thread when the operation cannot be done
+MORI_BODY u64 locate_or_report(Call call, u64 address, u64 num_bytes, u32 alignment, i32 pe) {
+  u64 there = locate(call.ctx, address, num_bytes, pe);
+  if (address % alignment != 0) there = 0;
+  if (there == 0) report(call, kRefused, pe, 0, address, num_bytes, 0);
+  return there;
+}
+
+// Half of a release: the caller's elected thread goes on with release_to_system().
+MORI_INLINE void gather_stores(Ctx ctx) {
+  release_before_barrier(warm(ctx));
+  program_barrier();
+}
+
+// The elected thread's `post()`, after a release of all that the program has stored; its status, in every thread.
+template <class Post>
+MORI_INLINE i32 over_network(Ctx ctx, Post post) {
+  i32 status = 0;
+  gather_stores(ctx);
+  if (is_elected()) {
+    release_to_system(warm(ctx));
+    status = post();
+  }
+  return broadcast_after_barrier(status);
+}
+
+// The same for what brings data: every thread may read it on return.
+template <class Post>
+MORI_INLINE i32 over_network_and_acquire(Ctx ctx, Post post) {
+  i32 status = over_network(ctx, [&] {
+    i32 result = post();
+    acquire_from_system();
+    return result;
+  });
+  acquire_after_barrier();
+  return status;
 }
 
 MORI_INLINE u64 bytes_of(u64 num_elements, u64 element_bytes) {
@@ -92,20 +144,39 @@ MORI_BODY void copy(Scope scope, u64 dst, u64 src, u64 num_bytes) {
   if (me < movers) copy_share(dst, src, num_bytes, me, movers);
 }
 
-// 0, or -1 if refused (and recorded)
-MORI_BODY i32 put(Ctx ctx, Scope scope, bool nbi, u64 dst, u64 src, u64 num_bytes, i32 pe) {
+// Whether the local side of a copy can be served, else a record. A network card has a key for my heap, and for nothing else. A debug
+// build refuses too what begins in the heap and does not end there.
+MORI_BODY bool local_side_is_good(Call call, u64 there, u64 address, u64 num_bytes, i32 pe) {
+  bool by_card = is_over_network(there) && provider_of(call.ctx) != kProxy;
+  bool must_fit = by_card || (is_debug_build() && is_symmetric(call.ctx, address, 0));
+  bool good = !must_fit || is_symmetric(call.ctx, address, num_bytes);
+  if (!good) report(call, kRefused, pe, 0, address, num_bytes, 1);
+  return good;
+}
+
+// 0, or -1 if refused or failed (and recorded)
+MORI_BODY i32 put(Call call, Scope scope, bool nbi, u64 dst, u64 src, u64 num_bytes, i32 pe, i32 qp) {
+  Logged logged(call, pe, num_bytes);
   if (num_bytes == 0) return 0;
-  u64 there = translate_or_report(ctx, dst, num_bytes, 1, pe);
-  if (there == 0) return -1;
+  u64 there = locate_or_report(call, dst, num_bytes, 1, pe);
+  if (there == 0 || !local_side_is_good(call, there, src, num_bytes, pe)) return -1;
+  if (is_over_network(there))
+    return over_network(call.ctx, [&] { return network_put(call, dst, src, num_bytes, !nbi, pe, qp); });
   copy(scope, there, src, num_bytes);
   if (!nbi) program_barrier();
   return 0;
 }
 
-MORI_BODY i32 get(Ctx ctx, Scope scope, u64 dst, u64 src, u64 num_bytes, i32 pe) {
+// `nbi` makes a difference over a network only.
+MORI_BODY i32 get(Call call, Scope scope, bool nbi, u64 dst, u64 src, u64 num_bytes, i32 pe, i32 qp) {
+  Logged logged(call, pe, num_bytes);
   if (num_bytes == 0) return 0;
-  u64 there = translate_or_report(ctx, src, num_bytes, 1, pe);
-  if (there == 0) return -1;
+  u64 there = locate_or_report(call, src, num_bytes, 1, pe);
+  if (there == 0 || !local_side_is_good(call, there, dst, num_bytes, pe)) return -1;
+  if (is_over_network(there)) {
+    if (nbi) return over_network(call.ctx, [&] { return network_get(call, dst, src, num_bytes, false, pe, qp); });
+    return over_network_and_acquire(call.ctx, [&] { return network_get(call, dst, src, num_bytes, true, pe, qp); });
+  }
   copy(scope, dst, there, num_bytes);
   program_barrier();
   return 0;
@@ -113,11 +184,28 @@ MORI_BODY i32 get(Ctx ctx, Scope scope, u64 dst, u64 src, u64 num_bytes, i32 pe)
 
 // One element of 1, 2, 4 or 8 bytes, single-copy atomic when aligned.
 template <class T>
-MORI_BODY i32 put_value(Ctx ctx, u64 dst, T value, i32 pe) {
-  u64 there = translate_or_report(ctx, dst, sizeof(T), sizeof(T), pe);
+MORI_BODY i32 put_value(Call call, u64 dst, T value, i32 pe, i32 qp) {
+  Logged logged(call, pe, sizeof(T));
+  u64 there = locate_or_report(call, dst, sizeof(T), sizeof(T), pe);
   if (there == 0) return -1;
+  if (is_over_network(there))
+    return over_network(call.ctx, [&] { return network_put_value(call, dst, value, sizeof(T), pe, qp); });
   if (is_elected()) store_system<T>(there, value);
   return 0;
+}
+
+// A put of few bytes, from any memory of the device: through a network they travel inside the request.
+MORI_BODY i32 put_small(Call call, u64 dst, u64 src, u64 num_bytes, i32 pe, i32 qp) {
+  bool fits = num_bytes == 1 || num_bytes == 2 || num_bytes == 4 || num_bytes == 8;
+  if (!fits || !is_over_network(locate(call.ctx, dst, num_bytes, pe)))
+    return put(call, Scope::kThread, true, dst, src, num_bytes, pe, qp);
+  Logged logged(call, pe, num_bytes);
+  return over_network(call.ctx, [&] {
+    u64 value = 0;
+#pragma clang loop unroll(disable)
+    for (u64 i = 0; i < num_bytes; i++) value |= (u64)*global<const u8>(src + i) << 8 * i;
+    return network_put_value(call, dst, value, (u32)num_bytes, pe, qp);
+  });
 }
 
 template <class T>
@@ -154,24 +242,36 @@ MORI_INLINE bool is_atomic_op(i32 op) {
 
 // 0 without effect, and recorded, for a PE, address, alignment or operation that cannot be served.
 template <class T>
-MORI_INLINE u64 atomic_target(Ctx ctx, u64 dst, i32 op, i32 pe) {
-  return translate_or_report(ctx, dst, is_atomic_op(op) ? sizeof(T) : ~0ull, sizeof(T), pe);
+MORI_INLINE u64 atomic_target(Call call, u64 dst, i32 op, i32 pe) {
+  return locate_or_report(call, dst, is_atomic_op(op) ? sizeof(T) : ~0ull, sizeof(T), pe);
 }
 
 template <class T>
-MORI_BODY i32 atomic_nonfetch(Ctx ctx, u64 dst, T value, T compare, i32 op, i32 pe) {
-  u64 there = atomic_target<T>(ctx, dst, op, pe);
+MORI_BODY i32 atomic_nonfetch(Call call, u64 dst, T value, T compare, i32 op, i32 pe, i32 qp) {
+  Logged logged(call, pe, sizeof(T));
+  u64 there = atomic_target<T>(call, dst, op, pe);
   if (there == 0) return -1;
+  if (is_over_network(there))
+    return over_network(call.ctx, [&] { return network_atomic(call, dst, value, compare, sizeof(T), op, nullptr, pe, qp); });
   if (is_elected()) apply_by_one<T>(there, value, compare, op);
   return 0;
 }
 
 template <class T>
-MORI_BODY T atomic_fetch(Ctx ctx, u64 dst, T value, T compare, i32 op, i32 pe) {
-  u64 there = atomic_target<T>(ctx, dst, op, pe);
-  T old = 0;
-  if (there != 0 && is_elected()) old = apply_by_one<T>(there, value, compare, op);
-  return broadcast(old);
+MORI_BODY T atomic_fetch(Call call, u64 dst, T value, T compare, i32 op, i32 pe, i32 qp) {
+  Logged logged(call, pe, sizeof(T));
+  u64 there = atomic_target<T>(call, dst, op, pe);
+  u64 old = 0;
+  if (is_over_network(there)) {
+    gather_stores(call.ctx);
+    if (is_elected()) {
+      release_to_system(warm(call.ctx));
+      if (network_atomic(call, dst, value, compare, sizeof(T), op, &old, pe, qp) != 0) old = 0;
+    }
+  } else if (there != 0 && is_elected()) {
+    old = apply_by_one<T>(there, value, compare, op);
+  }
+  return broadcast((T)old);
 }
 
 }  // namespace mori

@@ -22,7 +22,8 @@ using u32x4 = u32 __attribute__((ext_vector_type(4)));
 
 static_assert(sizeof(u64) == 8 && sizeof(u32) == 4 && sizeof(u16) == 2 && sizeof(u32x4) == 16, "fixed widths");
 
-#define MORI_INLINE static inline __attribute__((always_inline))
+#define MORI_INLINE_MEMBER inline __attribute__((always_inline))
+#define MORI_INLINE static MORI_INLINE_MEMBER
 // Bodies used by many exported functions. They stay calls in the bitcode, which keeps it small; bitcode/build.py then marks them and
 // the exported functions always-inline, so that nothing of the library is left as a call in a kernel.
 #define MORI_BODY static __attribute__((noinline))
@@ -52,6 +53,7 @@ MORI_INLINE T fixed(const MORI_CONSTANT T *word) {
 }
 
 MORI_INLINE u32 thread_index() { return __builtin_amdgcn_workitem_id_x(); }
+MORI_INLINE u32 program_index() { return __builtin_amdgcn_workgroup_id_x(); }
 
 // Code object version 5 and later: hidden_group_size_x is 12 bytes into the implicit arguments. Used for copies only: it costs a
 // kernel four words of arguments, and Triton 3.6 on gfx1250 has few to give (tests/ops/test_compile.py).
@@ -114,6 +116,14 @@ MORI_INLINE u32 arrive_device(u64 address) {
   return __scoped_atomic_fetch_add(global<u32>(address), 1u, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
 }
 
+// A load that has come back before any later one starts.
+template <class T>
+MORI_INLINE T load_first(u64 address) {
+  T value = __scoped_atomic_load_n(global<T>(address), __ATOMIC_RELAXED, __MEMORY_SCOPE_SYSTEM);
+  asm volatile("" : "+v"(value)::"memory");
+  return value;
+}
+
 template <class T>
 MORI_INLINE T load_system(u64 address) {
   return __scoped_atomic_load_n(global<T>(address), __ATOMIC_RELAXED, __MEMORY_SCOPE_SYSTEM);
@@ -165,6 +175,7 @@ MORI_INLINE T fixed(const MORI_CONSTANT T *word) {
 }
 
 MORI_INLINE u32 thread_index() { return __nvvm_read_ptx_sreg_tid_x(); }
+MORI_INLINE u32 program_index() { return __nvvm_read_ptx_sreg_ctaid_x(); }
 MORI_INLINE u32 num_threads() { return __nvvm_read_ptx_sreg_ntid_x(); }
 MORI_INLINE u32 wave_size() { return 32; }
 
@@ -214,6 +225,12 @@ MORI_INLINE u32 arrive_device(u64 address) {
   u32 old;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(old) : "l"(address) : "memory");
   return old;
+}
+
+// A load that has come back before any later one starts.
+template <class T>
+MORI_INLINE T load_first(u64 address) {
+  return poll_system<T>(address);
 }
 
 template <class T>

@@ -4,7 +4,9 @@
 // (on AMD a barrier does not drain stores), the program meets, and the elected thread alone writes back to the system and signals.
 // Acquire: after a wait every wave of the program sees what the signal's sender had released; on AMD a wave has its own first-level
 // cache, so every thread fences after the program has met, not only the one that polled.
-// fence and quiet are the same for mapped memory: all earlier stores of the program are visible to every PE on return.
+// fence and quiet are the same: all earlier stores of the program are visible to every PE on return, and what it has asked of the
+// network is complete. Through the network a signal covers what the program has put before to the same PE on the same queue pair, and
+// all that it has stored to mapped memory; a quiet in between covers the rest.
 // arrive_last is the same at device scope, between the programs of one launch, none of which waits.
 // No wait is without an end unless the host asked for it: after ctx->timeout_ticks it appends a record and returns what it saw.
 #pragma once
@@ -13,13 +15,11 @@
 
 namespace mori {
 
-// Half of a release: the caller's elected thread goes on with release_to_system().
-MORI_INLINE void gather_stores(Ctx ctx) {
-  release_before_barrier(warm(ctx));
-  program_barrier();
-}
-
-MORI_BODY i32 fence(Ctx ctx) {
+// `pe`, `qp`: of the network's requests only these; negative: all. -1 if one failed.
+MORI_BODY i32 quiet(Call call, i32 pe, i32 qp) {
+  Logged logged(call, pe);
+  Ctx ctx = call.ctx;
+  if (has_network(ctx)) return over_network_and_acquire(ctx, [&] { return network_quiet(call, pe, qp); });
   gather_stores(ctx);
   if (is_elected()) release_to_system(warm(ctx));
   // a later store by another thread must not pass the elected thread's release
@@ -41,20 +41,38 @@ MORI_INLINE void signal_by_one(Ctx ctx, u64 there, u64 value, bool add) {
 }
 
 // `address` is this PE's own address of the symmetric 64-bit word.
-MORI_BODY i32 signal(Ctx ctx, u64 address, u64 value, bool add, i32 pe) {
-  u64 there = translate_or_report(ctx, address, 8, 8, pe);
+MORI_BODY i32 signal(Call call, u64 address, u64 value, bool add, i32 pe, i32 qp) {
+  Logged logged(call, pe, 8);
+  u64 there = locate_or_report(call, address, 8, 8, pe);
   if (there == 0) return -1;
-  gather_stores(ctx);
-  if (is_elected()) signal_by_one(ctx, there, value, add);
+  if (is_over_network(there))
+    return over_network(call.ctx, [&] { return network_put_signal(call, 0, 0, 0, address, value, add, pe, qp); });
+  gather_stores(call.ctx);
+  if (is_elected()) signal_by_one(call.ctx, there, value, add);
   return 0;
+}
+
+// What signal_set_all() does for the PEs that are not mapped, after its release; its status, in every thread.
+MORI_BODY i32 signal_set_all_over_network(Call call, u64 address, u64 value) {
+  i32 status = 0;
+  if (is_elected()) {
+    u32 n = fixed(&call.ctx->n_pes);
+#pragma clang loop unroll(disable)
+    for (u32 pe = 0; pe < n; pe++)
+      if (is_over_network(locate(call.ctx, address, 8, (i32)pe)))
+        status |= network_put_signal(call, 0, 0, 0, address, value, false, (i32)pe, 0);
+  }
+  return broadcast(status);
 }
 
 // signal() with SET to every PE, mine included, after one release: the first wave's threads store, one PE each, and it is they that
 // release, so it costs one write-back for each wave's worth of PEs. -1 for an address outside the heap; a PE that cannot be reached
 // gets a record and no signal.
-MORI_BODY i32 signal_set_all(Ctx ctx, u64 address, u64 value) {
+MORI_BODY i32 signal_set_all(Call call, u64 address, u64 value) {
+  Logged logged(call, -1, 8);
+  Ctx ctx = call.ctx;
   u32 n = fixed(&ctx->n_pes), me = thread_index(), wave = wave_size();
-  if (translate_or_report(ctx, address, 8, 8, fixed(&ctx->pe)) == 0) return -1;
+  if (locate_or_report(call, address, 8, 8, fixed(&ctx->pe)) == 0) return -1;
   // looked up before the release, after which the context is no longer in the first-level cache
   u64 there = me < wave ? translate(ctx, address, 8, (i32)me) : 0;
   gather_stores(ctx);
@@ -64,23 +82,28 @@ MORI_BODY i32 signal_set_all(Ctx ctx, u64 address, u64 value) {
     for (u32 pe = me; pe < n; there = translate(ctx, address, 8, (i32)pe)) {
       if (there != 0)
         store_system<u64>(there, value);
-      else
-        report_by_one(ctx, kRefused, (i32)pe, 0, address, 8, 0, 0);
+      else if (!has_network(ctx))
+        report_by_one(call, kRefused, (i32)pe, 0, address, 8, 0, 0);
       pe += wave;
     }
   }
-  return 0;
+  return has_network(ctx) ? signal_set_all_over_network(call, address, value) : 0;
 }
 
 // Zero bytes still signal. If data or signal is refused, neither is sent.
-MORI_BODY i32 put_signal(Ctx ctx, Scope scope, u64 dst, u64 src, u64 num_bytes, u64 address, u64 value, i32 op, i32 pe) {
+MORI_BODY i32 put_signal(Call call, Scope scope, u64 dst, u64 src, u64 num_bytes, u64 address, u64 value, i32 op, i32 pe, i32 qp) {
+  Logged logged(call, pe, num_bytes);
   bool add = op == kSignalAdd || op == kAdd, known = add || op == kSignalSet || op == kSet;
-  u64 signal_there = translate_or_report(ctx, address, known ? 8 : ~0ull, 8, pe);
-  u64 there = num_bytes == 0 ? 1 : translate_or_report(ctx, dst, num_bytes, 1, pe);
+  u64 signal_there = locate_or_report(call, address, known ? 8 : ~0ull, 8, pe);
+  u64 there = num_bytes == 0 ? signal_there : locate_or_report(call, dst, num_bytes, 1, pe);
   if (signal_there == 0 || there == 0) return -1;
+  if (num_bytes != 0 && !local_side_is_good(call, there, src, num_bytes, pe)) return -1;
+  if (is_over_network(there))
+    return over_network(call.ctx,
+                        [&] { return network_put_signal(call, dst, src, num_bytes, address, value, add, pe, qp); });
   if (num_bytes != 0) copy(scope, there, src, num_bytes);
-  gather_stores(ctx);
-  if (is_elected()) signal_by_one(ctx, signal_there, value, add);
+  gather_stores(call.ctx);
+  if (is_elected()) signal_by_one(call.ctx, signal_there, value, add);
   return 0;
 }
 
@@ -104,10 +127,10 @@ MORI_INLINE bool holds(T seen, Compare compare, T value) {
 
 // Poll my own word at `address`; the last value seen. The acquire is the caller's, after the program has met.
 template <class T>
-MORI_BODY T poll_by_one(Ctx ctx, u64 address, Compare compare, T value, i32 peer, i32 tag) {
+MORI_BODY T poll_by_one(Call call, u64 address, Compare compare, T value, i32 peer, i32 tag) {
   T seen = poll_system<T>(address);
   if (!holds(seen, compare, value)) {
-    u64 limit = fixed(&ctx->timeout_ticks), start = clock_ticks();
+    u64 limit = fixed(&call.ctx->timeout_ticks), start = clock_ticks();
     u32 polls = 0;
 #pragma clang loop unroll(disable)
     do {
@@ -117,7 +140,7 @@ MORI_BODY T poll_by_one(Ctx ctx, u64 address, Compare compare, T value, i32 peer
       // the word is read once more after the clock, so a time-out means that it did not come in time
       seen = poll_system<T>(address);
       if (late && !holds(seen, compare, value)) {
-        report_by_one(ctx, kWaitTimeout, peer, tag, address, (u64)value, (u64)seen, compare);
+        report_by_one(call, kWaitTimeout, peer, tag, address, (u64)value, (u64)seen, compare);
         break;
       }
     } while (!holds(seen, compare, value));
@@ -127,16 +150,17 @@ MORI_BODY T poll_by_one(Ctx ctx, u64 address, Compare compare, T value, i32 peer
 
 // The value seen, in every thread. On time-out it does not satisfy the comparison and the caller should end.
 template <class T>
-MORI_BODY T wait(Ctx ctx, u64 address, Compare compare, T value, i32 peer, i32 tag) {
+MORI_BODY T wait(Call call, u64 address, Compare compare, T value, i32 peer, i32 tag) {
+  Logged logged(call, peer);
   T seen = 0;
-  bool bad = address == 0 || address % sizeof(T) != 0 || fixed(&ctx->n_pes) == 0;
+  bool bad = address == 0 || address % sizeof(T) != 0 || fixed(&call.ctx->n_pes) == 0;
   // the program meets before the wait, so that little is left to do after it
   program_barrier();
   if (is_elected()) {
     if (bad)
-      report_by_one(ctx, kRefused, peer, tag, address, sizeof(T), 0, compare);
+      report_by_one(call, kRefused, peer, tag, address, sizeof(T), 0, compare);
     else
-      seen = poll_by_one<T>(ctx, address, compare, value, peer, tag);
+      seen = poll_by_one<T>(call, address, compare, value, peer, tag);
   }
   seen = broadcast_after_barrier(seen);
   acquire_after_barrier();
@@ -145,20 +169,21 @@ MORI_BODY T wait(Ctx ctx, u64 address, Compare compare, T value, i32 peer, i32 t
 
 // Word i of `num` 64-bit words at `address`, in my heap, is written by PE i: wait until every one is >= value, the threads of the
 // first wave polling a share each. `value` if all have come; else a smaller value that one of those missing had, and a record for each of them.
-MORI_BODY i64 wait_all_ge(Ctx ctx, u64 address, i32 num, i64 value, i32 tag) {
+MORI_BODY i64 wait_all_ge(Call call, u64 address, i32 num, i64 value, i32 tag) {
+  Logged logged(call);
   i64 seen = value;
-  bool bad = address == 0 || address % 8 != 0 || num < 0 || fixed(&ctx->n_pes) == 0;
+  bool bad = address == 0 || address % 8 != 0 || num < 0 || fixed(&call.ctx->n_pes) == 0;
   // those that will miss a word write over this
   broadcast(value);
   if (bad) {
     seen = 0;
-    if (is_elected()) report_by_one(ctx, kRefused, -1, tag, address, 8 * (u64)(u32)num, 0, kGe);
+    if (is_elected()) report_by_one(call, kRefused, -1, tag, address, 8 * (u64)(u32)num, 0, kGe);
   } else {
     u32 me = thread_index(), wave = wave_size();
     if (me < wave) {
 #pragma clang loop unroll(disable)
       for (u32 i = me; i < (u32)num; i += wave) {
-        i64 word = poll_by_one<i64>(ctx, address + 8ull * i, kGe, value, (i32)i, tag);
+        i64 word = poll_by_one<i64>(call, address + 8ull * i, kGe, value, (i32)i, tag);
         if (word < value) seen = word;
       }
     }
@@ -172,9 +197,10 @@ MORI_BODY i64 wait_all_ge(Ctx ctx, u64 address, i32 num, i64 value, i32 tag) {
 
 // The program that calls it last of `count` gets 1 and sees what all of them stored before; the others get 0 and go on. `counter`
 // is a 32-bit word of this device, 0 before the first call and after the last, so the next launch can use it again.
-MORI_BODY i32 arrive_last(Ctx ctx, u64 counter, i32 count) {
+MORI_BODY i32 arrive_last(Call call, u64 counter, i32 count) {
+  Logged logged(call);
   i32 last = 0;
-  gather_stores(ctx);
+  gather_stores(call.ctx);
   // nobody to ask
   if (count == 1) {
     acquire_after_barrier_device();
@@ -193,8 +219,11 @@ MORI_BODY i32 arrive_last(Ctx ctx, u64 counter, i32 count) {
 // Every PE's stores before it are visible to every PE after it. Dissemination: in round r PE i tells i + 2^r that it has come, and
 // hears from i - 2^r, ceil(log2 n) rounds. Words hold epochs, so nothing is ever cleared: a PE that is already in the next barrier
 // writes a larger one. One program per PE at a time; calls from several streams in turn are fine, since the epoch is in memory.
+// What the program has asked of the network is complete before the first signal, on every queue pair.
 // 0, or -1 after a time-out (recorded with tag kTagBarrierAll and the PE that was not heard of).
-MORI_BODY i32 barrier_all(Ctx ctx) {
+MORI_BODY i32 barrier_all(Call call) {
+  Logged logged(call);
+  Ctx ctx = call.ctx;
   i32 status = 0;
   gather_stores(ctx);
   if (is_elected()) {
@@ -203,24 +232,32 @@ MORI_BODY i32 barrier_all(Ctx ctx) {
     if (sync == 0 || n == 0) {
       status = -1;
     } else {
+      if (has_network(ctx)) {
+        release_to_system(warm(ctx));
+        status = network_quiet(call, -1, -1);
+      }
       u64 epoch = add_system<u64>(sync + 8 * (kBarrierWords - 1), 1) + 1;
       u64 word = sync;
 #pragma clang loop unroll(disable)
       for (u64 distance = 1; distance < n; distance *= 2, word += 8) {
         u64 to = me + distance < n ? me + distance : me + distance - n;
         u64 from = me >= distance ? me - distance : me + n - distance;
-        u64 there = translate(ctx, word, 8, (i32)to);
+        u64 there = locate(ctx, word, 8, (i32)to);
         if (there == 0) {
-          report_by_one(ctx, kRefused, (i32)to, kTagBarrierAll, word, 8, 0, 0);
+          report_by_one(call, kRefused, (i32)to, kTagBarrierAll, word, 8, 0, 0);
           status = -1;
           break;
         }
-        signal_by_one(ctx, there, epoch, false);
-        if (poll_by_one<u64>(ctx, word, kGe, epoch, (i32)from, kTagBarrierAll) < epoch) {
+        if (is_over_network(there))
+          status |= network_put_signal(call, 0, 0, 0, word, epoch, false, (i32)to, 0);
+        else
+          signal_by_one(ctx, there, epoch, false);
+        if (poll_by_one<u64>(call, word, kGe, epoch, (i32)from, kTagBarrierAll) < epoch) {
           status = -1;
           break;
         }
       }
+      if (has_network(ctx)) acquire_from_system();
     }
   }
   status = broadcast_after_barrier(status);

@@ -14,6 +14,7 @@ _names: dict[int, str] = {
     0: "a wait without a name",
     -1: "barrier_all",
     -2: "wait_until",
+    -3: "a queue pair",
 }
 # small tags are left to people who number their waits by hand; device code keeps a tag in an i32
 _FIRST_DERIVED = 1 << 16

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+import zlib
 from pathlib import Path
 
 import llvmlite.binding as llvm
@@ -49,10 +50,10 @@ def test_layout_in_the_bitcode_is_this_table(path: Path) -> None:
 
 def test_host_packs_what_the_device_reads() -> None:
     values = {"pe": 3, "n_pes": 5, "heap_base": 1 << 40, "heap_size": 1 << 33, "peer_bases": 7 << 20}
-    values |= {"sync": 9 << 20, "errors": 11 << 20, "timeout_ticks": 13}
+    values |= {"sync": 9 << 20, "errors": 11 << 20, "timeout_ticks": 13, "network": 17 << 40, "profile": 19 << 40}
     data = context.pack_context(**values)
     assert len(data) == abi.CONTEXT_BYTES >= abi.CONTEXT_SIZE
-    expected = {"version": abi.ABI_VERSION, "flags": 0, "reserved": 0, **values}
+    expected = {"version": abi.ABI_VERSION, "flags": 0, **values}
     formats = {"u32": "<I", "i32": "<i", "u64": "<Q"}
     read = {name: struct.unpack_from(formats[f.type], data, f.offset)[0] for name, f in abi.CONTEXT_FIELDS.items()}
     assert read == expected
@@ -74,8 +75,8 @@ def test_host_reads_what_the_device_writes() -> None:
     assert count == abi.ERROR_CAPACITY + 2
     assert len(records) == abi.ERROR_CAPACITY
     for i, record in enumerate(records):
-        read = [getattr(record, name) for name in abi.ERROR_RECORD_FIELDS if name != "sequence"]
-        assert read == [100 * i + j + 1 for j in range(len(read))]
+        fields = [(j, name) for j, name in enumerate(abi.ERROR_RECORD_FIELDS) if name != "sequence"]
+        assert [getattr(record, name) for _, name in fields] == [100 * i + j + 1 for j, _ in fields]
 
 
 def test_compare_codes_are_the_headers() -> None:
@@ -93,7 +94,30 @@ def test_compare_codes_are_the_headers() -> None:
     ours |= {n: getattr(abi, n) for n in ("SIGNAL_SET", "SIGNAL_ADD")}
     assert codes == ours
     tags = {n: int(v) for n, v in re.findall(r"i32 kTag(\w+) = (-\d+)", header)}
-    assert tags == {"BarrierAll": abi.TAG_BARRIER_ALL, "WaitUntil": abi.TAG_WAIT_UNTIL}
-    kinds = re.findall(r"^  k(WaitTimeout|Refused|Overflow) = (\d)", header, re.M)
+    assert tags == {
+        "BarrierAll": abi.TAG_BARRIER_ALL,
+        "WaitUntil": abi.TAG_WAIT_UNTIL,
+        "Network": abi.TAG_NETWORK,
+    }
+    kinds = re.findall(r"^  k(WaitTimeout|Refused|Overflow|NetworkFailed) = (\d)", header, re.M)
     ours = {"WaitTimeout": abi.ERROR_WAIT_TIMEOUT, "Refused": abi.ERROR_REFUSED, "Overflow": abi.ERROR_OVERFLOW}
+    ours |= {"NetworkFailed": abi.ERROR_NETWORK_FAILED}
     assert {name: int(code) for name, code in kinds} == ours
+    providers = re.search(r"enum Provider : u32 \{([^}]*)\}", (ROOT / "hip_src/network.h").read_text())[1]
+    spelled = {
+        "AnyProvider": "any",
+        "Mlx5": "mlx5",
+        "BnxtRe": "bnxt_re",
+        "Ionic": "ionic",
+        "Proxy": "proxy",
+        "P2p": "p2p",
+    }
+    assert {spelled[n]: int(v) for n, v in re.findall(r"k(\w+) = (\d+)", providers)} == abi.PROVIDERS
+
+
+def test_no_two_functions_share_a_code() -> None:
+    codes = {zlib.crc32(f.symbol.encode()) for f in abi.FUNCTIONS.values()}
+    assert len(codes) == len(abi.FUNCTIONS)
+    assert 0 not in codes, "0 says that a record has none"
+    assert all(abi.symbol_name(zlib.crc32(f.symbol.encode())) == f.symbol for f in abi.FUNCTIONS.values())
+    assert abi.symbol_name(0) is None

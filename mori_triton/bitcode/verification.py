@@ -15,19 +15,20 @@ from mori_triton.errors import BitcodeError
 TRIPLES = {"amdgcn": "amdgcn-amd-amdhsa", "nvptx64": "nvptx64-nvidia-cuda"}
 _LLVM_TYPES = {"float32": "float", "float64": "double"}
 # data symbols that may be external beside the functions
-_DATA_SYMBOLS = {abi.CONTEXT_SYMBOL, abi.LAYOUT_SYMBOL, f"{abi.LIBRARY}_broadcast"}
+_DATA_SYMBOLS = {abi.CONTEXT_SYMBOL, abi.LAYOUT_SYMBOL, f"{abi.LIBRARY}_broadcast", *abi.SWITCHES}
 
 _verified: set[str] = set()
 
 
-def verify(path: Path | str) -> None:
-    """Check that a device library matches `abi`; the result is kept per content.
+def verify(path: Path | str, data: bytes | None = None) -> None:
+    """Check that a device library, with `data` in it if it is still to be written, matches `abi`. Known per content.
 
     Raises:
         BitcodeError: names the symbol (or property), what was expected, what was found.
     """
     path = Path(path)
-    data = path.read_bytes()
+    if data is None:
+        data = path.read_bytes()
     # the directory says for which family it is meant
     key = f"{path.parent.name}/{hashlib.sha256(data).hexdigest()}"
     if key in _verified:
@@ -36,9 +37,15 @@ def verify(path: Path | str) -> None:
         text = str(module)
         _check_target(path, module, text)
         _check_functions(path, module)
+        switches(path, text)
         _check_layout(path, text)
         _check_metadata(path, text)
     _verified.add(key)
+
+
+def is_text(data: bytes) -> bool:
+    """Whether a library is LLVM IR as text, as `specialize` writes it: it begins with a comment."""
+    return data[:1] == b";"
 
 
 @contextmanager
@@ -47,8 +54,9 @@ def parsed(path: Path, data: bytes) -> Iterator[Any]:
 
     context = llvm.create_context()
     try:
-        module = llvm.parse_bitcode(data, context)
-    except RuntimeError as e:
+        text = data.decode() if is_text(data) else None
+        module = llvm.parse_bitcode(data, context) if text is None else llvm.parse_assembly(text, context)
+    except (RuntimeError, UnicodeDecodeError) as e:
         raise BitcodeError(f"{path}: not LLVM bitcode: {e}") from e
     try:
         yield module
@@ -129,6 +137,19 @@ def _check_functions(path: Path, module: Any) -> None:
         fail(path, abi.CONTEXT_SYMBOL, "i64", "no such variable")
     if str(names[abi.CONTEXT_SYMBOL].global_value_type) != "i64":
         fail(path, abi.CONTEXT_SYMBOL, "i64", names[abi.CONTEXT_SYMBOL].global_value_type)
+
+
+def switches(path: Path, text: str) -> dict[str, tuple[int, bool]]:
+    """Of each variable that chooses code: its value, and whether it is a constant, as in what `specialize` makes."""
+    found = {}
+    for name in abi.SWITCHES:
+        pattern = rf"^@{name} = protected (?:\w+ )*addrspace\(1\) (global|constant) i32 (\d+)"
+        match = re.search(pattern, text, re.MULTILINE)
+        if not match:
+            fail(path, name, "protected addrspace(1) i32", "no such variable")
+        else:
+            found[name] = int(match[2]), match[1] == "constant"
+    return found
 
 
 def _check_layout(path: Path, text: str) -> None:

@@ -8,6 +8,9 @@ elements, not on blocks (`remote_ptr` excepted, which is elementwise).
 Order: a signal covers every earlier store of the program; a wait is an acquire for all of it. Puts, gets and atomics
 order nothing by themselves: `fence` and `quiet` do. A wait that returns a value which does not satisfy it has reached
 the time limit (the error log has a record with `tag`): end the kernel then.
+
+A PE whose memory is not mapped is reached through the network; `qp` chooses one of the queue pairs to it, any number
+will do. What holds then for order, and for the local side of a copy, is in docs/semantics.md.
 """
 
 import triton
@@ -80,15 +83,15 @@ def _word(sig_ptr):
 
 
 @triton.jit
-def signal_set(ctx, sig_ptr, value, pe):
+def signal_set(ctx, sig_ptr, value, pe, qp=0):
     """Release, then set the 64-bit word of `pe` to `value`. 0, or -1 if refused."""
-    return externs.ctx_signal_set(ctx, _word(sig_ptr), value, pe)
+    return externs.ctx_signal_set(ctx, _word(sig_ptr), value, pe, qp)
 
 
 @triton.jit
-def signal_add(ctx, sig_ptr, value, pe):
+def signal_add(ctx, sig_ptr, value, pe, qp=0):
     """Release, then add `value` to the 64-bit word of `pe`. 0, or -1 if refused."""
-    return externs.ctx_signal_add(ctx, _word(sig_ptr), value, pe)
+    return externs.ctx_signal_add(ctx, _word(sig_ptr), value, pe, qp)
 
 
 @triton.jit
@@ -157,142 +160,148 @@ def arrive_last(ctx, counter_ptr, count):
 
 
 @triton.jit
-def put(ctx, dst_ptr, src_ptr, num_bytes, pe):
+def put(ctx, dst_ptr, src_ptr, num_bytes, pe, qp=0):
     """Copy `num_bytes` from local `src_ptr` (any device memory) to `dst_ptr` of `pe`, all threads moving 16 bytes where
     both are aligned alike. The source may be reused on return. 0, or -1 if refused.
     """
-    return externs.ctx_put_block(ctx, dst_ptr, src_ptr, num_bytes, pe)
+    return externs.ctx_put_block(ctx, dst_ptr, src_ptr, num_bytes, pe, qp)
 
 
 @triton.jit
-def put_nbi(ctx, dst_ptr, src_ptr, num_bytes, pe):
+def put_nbi(ctx, dst_ptr, src_ptr, num_bytes, pe, qp=0):
     """As `put`, but the source must stay as it is until `quiet`, `fence` or a signal."""
-    return externs.ctx_put_nbi_block(ctx, dst_ptr, src_ptr, num_bytes, pe)
+    return externs.ctx_put_nbi_block(ctx, dst_ptr, src_ptr, num_bytes, pe, qp)
 
 
 @triton.jit
-def get(ctx, dst_ptr, src_ptr, num_bytes, pe):
+def get(ctx, dst_ptr, src_ptr, num_bytes, pe, qp=0):
     """Copy `num_bytes` from `src_ptr` of `pe` to local `dst_ptr` (any device memory). Every thread may read it on
     return.
     """
-    return externs.ctx_get_block(ctx, dst_ptr, src_ptr, num_bytes, pe)
+    return externs.ctx_get_block(ctx, dst_ptr, src_ptr, num_bytes, pe, qp)
 
 
 @triton.jit
-def put_signal(ctx, dst_ptr, src_ptr, num_bytes, sig_ptr, value, op, pe):
+def get_nbi(ctx, dst_ptr, src_ptr, num_bytes, pe, qp=0):
+    """As `get`, but what comes through the network may be read only after `quiet`."""
+    return externs.ctx_get_nbi_block(ctx, dst_ptr, src_ptr, num_bytes, pe, qp)
+
+
+@triton.jit
+def put_signal(ctx, dst_ptr, src_ptr, num_bytes, sig_ptr, value, op, pe, qp=0):
     """`put`, then a signal: `op` is `SIGNAL_SET` or `SIGNAL_ADD`. Zero bytes still signal; if either is refused neither
     is done.
     """
-    return externs.ctx_put_signal_block(ctx, dst_ptr, src_ptr, num_bytes, _word(sig_ptr), value, op, pe)
+    return externs.ctx_put_signal_block(ctx, dst_ptr, src_ptr, num_bytes, _word(sig_ptr), value, op, pe, qp)
 
 
 # -------------------------------------------------------------------------------------------------------------- atomics
 
 
 @triton.jit
-def _atomic(ctx, ptr, value, compare, op, pe):
+def _atomic(ctx, ptr, value, compare, op, pe, qp):
     tl.static_assert(ptr.dtype.is_ptr(), "atomics take a pointer: its element type says how wide")
     width: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
     tl.static_assert(width == 32 or width == 64, "atomics are 32 or 64 bits wide")  # noqa: PLR1714
     if width == 64:
-        return externs.ctx_atomic_uint64(ctx, ptr, value, compare, op, pe)
+        return externs.ctx_atomic_uint64(ctx, ptr, value, compare, op, pe, qp)
     else:
-        return externs.ctx_atomic_uint32(ctx, ptr, value, compare, op, pe)
+        return externs.ctx_atomic_uint32(ctx, ptr, value, compare, op, pe, qp)
 
 
 @triton.jit
-def _atomic_fetch(ctx, ptr, value, compare, op, pe):
+def _atomic_fetch(ctx, ptr, value, compare, op, pe, qp):
     tl.static_assert(ptr.dtype.is_ptr(), "atomics take a pointer: its element type says how wide")
     width: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
     tl.static_assert(width == 32 or width == 64, "atomics are 32 or 64 bits wide")  # noqa: PLR1714
     if width == 64:
-        return externs.ctx_atomic_fetch_uint64(ctx, ptr, value, compare, op, pe).to(ptr.dtype.element_ty)
+        return externs.ctx_atomic_fetch_uint64(ctx, ptr, value, compare, op, pe, qp).to(ptr.dtype.element_ty)
     else:
-        return externs.ctx_atomic_fetch_uint32(ctx, ptr, value, compare, op, pe).to(ptr.dtype.element_ty)
+        return externs.ctx_atomic_fetch_uint32(ctx, ptr, value, compare, op, pe, qp).to(ptr.dtype.element_ty)
 
 
 @triton.jit
-def atomic_add(ctx, ptr, value, pe):
+def atomic_add(ctx, ptr, value, pe, qp=0):
     """Add to a 32- or 64-bit integer of `pe`, relaxed. As all below: 0, or -1 if refused."""
-    return _atomic(ctx, ptr, value, 0, _ADD, pe)
+    return _atomic(ctx, ptr, value, 0, _ADD, pe, qp)
 
 
 @triton.jit
-def atomic_inc(ctx, ptr, pe):
+def atomic_inc(ctx, ptr, pe, qp=0):
     """Add 1."""
-    return _atomic(ctx, ptr, 0, 0, _INC, pe)
+    return _atomic(ctx, ptr, 0, 0, _INC, pe, qp)
 
 
 @triton.jit
-def atomic_set(ctx, ptr, value, pe):
+def atomic_set(ctx, ptr, value, pe, qp=0):
     """Write atomically."""
-    return _atomic(ctx, ptr, value, 0, _SET, pe)
+    return _atomic(ctx, ptr, value, 0, _SET, pe, qp)
 
 
 @triton.jit
-def atomic_and(ctx, ptr, value, pe):
+def atomic_and(ctx, ptr, value, pe, qp=0):
     """Bitwise and."""
-    return _atomic(ctx, ptr, value, 0, _AND, pe)
+    return _atomic(ctx, ptr, value, 0, _AND, pe, qp)
 
 
 @triton.jit
-def atomic_or(ctx, ptr, value, pe):
+def atomic_or(ctx, ptr, value, pe, qp=0):
     """Bitwise or."""
-    return _atomic(ctx, ptr, value, 0, _OR, pe)
+    return _atomic(ctx, ptr, value, 0, _OR, pe, qp)
 
 
 @triton.jit
-def atomic_xor(ctx, ptr, value, pe):
+def atomic_xor(ctx, ptr, value, pe, qp=0):
     """Bitwise exclusive or."""
-    return _atomic(ctx, ptr, value, 0, _XOR, pe)
+    return _atomic(ctx, ptr, value, 0, _XOR, pe, qp)
 
 
 @triton.jit
-def atomic_fetch(ctx, ptr, pe):
+def atomic_fetch(ctx, ptr, pe, qp=0):
     """Read atomically. As all below: the old value, of the pointer's element type, in every thread; 0 if refused."""
-    return _atomic_fetch(ctx, ptr, 0, 0, _FETCH, pe)
+    return _atomic_fetch(ctx, ptr, 0, 0, _FETCH, pe, qp)
 
 
 @triton.jit
-def atomic_fetch_add(ctx, ptr, value, pe):
+def atomic_fetch_add(ctx, ptr, value, pe, qp=0):
     """Add; the old value."""
-    return _atomic_fetch(ctx, ptr, value, 0, _FETCH_ADD, pe)
+    return _atomic_fetch(ctx, ptr, value, 0, _FETCH_ADD, pe, qp)
 
 
 @triton.jit
-def atomic_fetch_inc(ctx, ptr, pe):
+def atomic_fetch_inc(ctx, ptr, pe, qp=0):
     """Add 1; the old value."""
-    return _atomic_fetch(ctx, ptr, 0, 0, _FETCH_INC, pe)
+    return _atomic_fetch(ctx, ptr, 0, 0, _FETCH_INC, pe, qp)
 
 
 @triton.jit
-def atomic_fetch_and(ctx, ptr, value, pe):
+def atomic_fetch_and(ctx, ptr, value, pe, qp=0):
     """Bitwise and; the old value."""
-    return _atomic_fetch(ctx, ptr, value, 0, _FETCH_AND, pe)
+    return _atomic_fetch(ctx, ptr, value, 0, _FETCH_AND, pe, qp)
 
 
 @triton.jit
-def atomic_fetch_or(ctx, ptr, value, pe):
+def atomic_fetch_or(ctx, ptr, value, pe, qp=0):
     """Bitwise or; the old value."""
-    return _atomic_fetch(ctx, ptr, value, 0, _FETCH_OR, pe)
+    return _atomic_fetch(ctx, ptr, value, 0, _FETCH_OR, pe, qp)
 
 
 @triton.jit
-def atomic_fetch_xor(ctx, ptr, value, pe):
+def atomic_fetch_xor(ctx, ptr, value, pe, qp=0):
     """Bitwise exclusive or; the old value."""
-    return _atomic_fetch(ctx, ptr, value, 0, _FETCH_XOR, pe)
+    return _atomic_fetch(ctx, ptr, value, 0, _FETCH_XOR, pe, qp)
 
 
 @triton.jit
-def atomic_swap(ctx, ptr, value, pe):
+def atomic_swap(ctx, ptr, value, pe, qp=0):
     """Exchange; the old value."""
-    return _atomic_fetch(ctx, ptr, value, 0, _SWAP, pe)
+    return _atomic_fetch(ctx, ptr, value, 0, _SWAP, pe, qp)
 
 
 @triton.jit
-def atomic_compare_swap(ctx, ptr, compare, value, pe):
+def atomic_compare_swap(ctx, ptr, compare, value, pe, qp=0):
     """Write `value` if the word == `compare`; the old value."""
-    return _atomic_fetch(ctx, ptr, value, compare, _COMPARE_SWAP, pe)
+    return _atomic_fetch(ctx, ptr, value, compare, _COMPARE_SWAP, pe, qp)
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
@@ -312,15 +321,18 @@ def report(ctx, kind, peer, tag, address, expected, seen):
 
 
 @triton.jit
-def fence(ctx):
-    """Every earlier store of the program, to any PE, comes before every later one."""
-    return externs.ctx_fence(ctx)
+def fence(ctx, pe=-1, qp=-1):
+    """Every earlier store of the program, to any PE, comes before every later one. As `quiet`."""
+    return externs.ctx_fence(ctx, pe, qp)
 
 
 @triton.jit
-def quiet(ctx):
-    """Every earlier put and store of the program is complete and visible to all PEs; sources may be reused."""
-    return externs.ctx_quiet(ctx)
+def quiet(ctx, pe=-1, qp=-1):
+    """Every earlier put and store of the program is complete and visible to all PEs; sources may be reused, and what
+    `get_nbi` asked for may be read. Of what went through the network only that to `pe` and on `qp`, negative: all. 0,
+    or -1 if something failed.
+    """
+    return externs.ctx_quiet(ctx, pe, qp)
 
 
 @triton.jit

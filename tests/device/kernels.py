@@ -15,28 +15,28 @@ def copy_kernel(ctx, out, dst, src, num_bytes, pe, sig, value, op, which, FULL: 
     if which == 0:
         result = shmem.put(ctx, dst, src, num_bytes, pe)
     elif which == 1:
-        result = externs.ctx_put_warp(ctx, dst, src, num_bytes, pe)
+        result = externs.ctx_put_warp(ctx, dst, src, num_bytes, pe, 0)
     elif which == 2:
-        result = externs.ctx_get_warp(ctx, dst, src, num_bytes, pe)
+        result = externs.ctx_get_warp(ctx, dst, src, num_bytes, pe, 0)
     elif which == 3:
         result = shmem.put_signal(ctx, dst, src, num_bytes, sig, value, op, pe)
     elif FULL:
         if which == 4:
             result = shmem.get(ctx, dst, src, num_bytes, pe)
         elif which == 5:
-            result = externs.ctx_get_thread(ctx, dst, src, num_bytes, pe)
+            result = externs.ctx_get_thread(ctx, dst, src, num_bytes, pe, 0)
         elif which == 6:
-            result = externs.ctx_put_thread(ctx, dst, src, num_bytes, pe)
+            result = externs.ctx_put_thread(ctx, dst, src, num_bytes, pe, 0)
         elif which == 7:
             result = shmem.put_nbi(ctx, dst, src, num_bytes, pe)
         elif which == 8:
-            result = externs.ctx_put_nbi_warp(ctx, dst, src, num_bytes, pe)
+            result = externs.ctx_put_nbi_warp(ctx, dst, src, num_bytes, pe, 0)
         elif which == 9:
-            result = externs.ctx_put_nbi_thread(ctx, dst, src, num_bytes, pe)
+            result = externs.ctx_put_nbi_thread(ctx, dst, src, num_bytes, pe, 0)
         elif which == 10:
-            result = externs.ctx_put_signal_warp(ctx, dst, src, num_bytes, sig, value, op, pe)
+            result = externs.ctx_put_signal_warp(ctx, dst, src, num_bytes, sig, value, op, pe, 0)
         elif which == 11:
-            result = externs.ctx_put_signal_thread(ctx, dst, src, num_bytes, sig, value, op, pe)
+            result = externs.ctx_put_signal_thread(ctx, dst, src, num_bytes, sig, value, op, pe, 0)
     tl.store(out, result.to(tl.int64))
 
 
@@ -86,8 +86,8 @@ def nonfetch_kernel(ctx, p32, p64, pe):
         shmem.atomic_and(ctx, p + 3, 0x0F0F, pe)
         shmem.atomic_or(ctx, p + 4, 0x0F0F, pe)
         shmem.atomic_xor(ctx, p + 5, 0x0F0F, pe)
-    externs.ctx_put_value_uint32(ctx, p32 + 6, 77, pe)
-    externs.ctx_put_value_uint64(ctx, p64 + 6, 1 << 40, pe)
+    externs.ctx_put_value_uint32(ctx, p32 + 6, 77, pe, 0)
+    externs.ctx_put_value_uint64(ctx, p64 + 6, 1 << 40, pe, 0)
 
 
 @triton.jit

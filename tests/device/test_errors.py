@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import time
+import zlib
 
 import pytest
 import torch
@@ -13,10 +14,10 @@ import triton.language as tl
 from mori_triton import abi
 from mori_triton.device import shmem
 from mori_triton.device.launch import launch
-from mori_triton.errors import KernelFault, PeerTimeout, ReceiveOverflow
-from mori_triton.host.context import Taken, empty_error_log, error_of, take_records
+from mori_triton.errors import KernelFault, NetworkError, PeerTimeout, ReceiveOverflow
+from mori_triton.host.context import ErrorRecord, Taken, empty_error_log, error_of, take_records
 from mori_triton.wait_sites import register_wait_site
-from tests.device.pes import Pes
+from tests.device.pes import Pes, pack
 
 pytestmark = pytest.mark.cpu
 
@@ -65,7 +66,7 @@ def test_one_record_for_each_program(arch: str, num_warps: int) -> None:
     assert sorted(record.pop("sequence") for record in records) == [1, 2, 3, 4, 5]
     assert records == [
         {"kind": 3, "pe": 0, "peer": -1, "tag": 100 + i, "address": pes.base(0) + 8, "expected": 2**40,
-         "seen": 2**63 + i, "compare": 0} for i in range(5)
+         "seen": 2**63 + i, "compare": 0, "symbol": 0} for i in range(5)
     ]  # fmt: skip
     assert pes.count(1) == 0
 
@@ -128,12 +129,12 @@ def test_a_record_is_read_while_its_kernel_still_waits() -> None:
 
 
 def log_of(*records: tuple[int, int], count: int | None = None) -> bytes:
-    """A log with (kind, sequence) records that are otherwise alike."""
+    """A log with (kind, sequence) records that are otherwise alike; `compare` is mlx5's code for a failed request."""
     raw = bytearray(empty_error_log())
     struct.pack_into("<Q", raw, 0, len(records) if count is None else count)
     for i, (kind, sequence) in enumerate(records):
         at = abi.ERROR_LOG_FIELDS["records"].offset + i % abi.ERROR_CAPACITY * abi.ERROR_RECORD_SIZE
-        struct.pack_into("<IiiiQQQII", raw, at, kind, 2, -1, 0, 64, 4, 10, 0, sequence)
+        struct.pack_into("<IiiiQQQII", raw, at, kind, 2, -1, 0, 64, 4, 10, 1, sequence)
     return bytes(raw)
 
 
@@ -167,6 +168,9 @@ def test_the_count_may_pass_32_bits() -> None:
         ((3, 1), PeerTimeout),
         ((3, 2), KernelFault),
         ((1, 2, 3), KernelFault),
+        ((4, 1, 3), NetworkError),
+        ((1, 3, 4), NetworkError),
+        ((4, 2), KernelFault),
         ((9, 3), KernelFault),
         ((), KernelFault),
     ],
@@ -189,4 +193,56 @@ def test_what_an_overflow_says() -> None:
     assert str(error_of([record], 1)) == (
         "more rows came than there is room for:\n"
         "  test_errors dispatch: PE 2 was sent 10 rows, 6 more than its receive buffers hold (R = 4); they were dropped"
+    )
+
+
+def one_record(**fields: int) -> ErrorRecord:
+    """A record that the host has read."""
+    raw = bytearray(empty_error_log())
+    struct.pack_into("<Q", raw, 0, 1)
+    values = {"peer": -1, "sequence": 1, **fields}
+    raw[16 : 16 + abi.ERROR_RECORD_SIZE] = pack(abi.ERROR_RECORD_FIELDS, abi.ERROR_RECORD_SIZE, values)
+    (record,) = take_records(bytes(raw), 0, hex).records
+    return record
+
+
+def record_of(**fields: int) -> str:
+    """The text of one record."""
+    return str(one_record(**fields))
+
+
+@pytest.mark.parametrize(
+    ("provider", "seen", "text"),
+    [
+        (1, 0x13 | 0x52 << 8, "status 0x13, remote access error, vendor syndrome 0x52"),
+        (2, 10, "status 0xa, transport retries exceeded"),
+        (3, 9, "status 0x9, remote access error"),
+        (3, 77, "status 0x4d, a status without a name"),
+    ],
+)
+def test_what_a_failed_request_says(provider: int, seen: int, text: str) -> None:
+    name = {1: "mlx5", 2: "bnxt_re", 3: "ionic"}[provider]
+    found = record_of(kind=4, pe=2, peer=5, tag=-3, address=0x12AB, expected=70000, seen=seen, compare=provider)
+    assert found == f"{name}, PE 2 to PE 5: queue pair 0x12ab, request 70000: {text}"
+
+
+def test_what_a_failed_operation_of_the_proxy_says() -> None:
+    # status -3 of operation code 1; the kind: refused 1, peer failed 2, not in time 3
+    named = {"kind": 4, "pe": 2, "peer": 5, "tag": -3, "address": 0x12AB, "expected": 7, "compare": 4 | 1 << 8}
+    assert record_of(**named, seen=0xFD | 2 << 8).startswith("proxy, PE 2 to PE 5: 0x12ab, request 7: ")
+    assert type(error_of([one_record(**named, seen=0xFD | 2 << 8)], 1)) is NetworkError
+    assert type(error_of([one_record(**named, seen=3 << 8)], 1)) is PeerTimeout
+
+
+def test_what_a_queue_pair_at_its_limit_says() -> None:
+    assert record_of(kind=1, pe=0, peer=3, tag=-3, address=0x1000, expected=12, seen=9, compare=4) == (
+        "a queue pair on PE 0 to PE 3: expected 12 requests done, saw 9"
+    )
+
+
+def test_a_record_of_a_debug_build_names_the_function() -> None:
+    symbol = zlib.crc32(b"mori_shmem_ctx_put_block")
+    assert record_of(kind=2, pe=0, peer=3, address=0x10, expected=4, seen=1, symbol=symbol) == (
+        "PE 0, to PE 3: 0x10: 4 bytes of the local side refused (want a place in the PE's own heap), "
+        "in mori_shmem_ctx_put_block"
     )
