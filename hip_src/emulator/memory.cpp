@@ -4,7 +4,7 @@
 // checked once and copied as vectors; anything else goes lane by lane, lowest lane first.
 #include "atomics.h"
 #include "lanes.h"
-#include "weak.h"
+#include "weak_dma.h"
 
 namespace {
 

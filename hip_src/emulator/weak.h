@@ -23,7 +23,7 @@ Race race_with(const Reader& r, u64 a, const Version& v, Scope scope) {
               1,
               static_cast<u32>(r.l->number),
               r.pc,
-              static_cast<u32>(r.w->group->number),
+              r.number,
               r.wave,
               v.launch,
               v.pc,
@@ -76,11 +76,10 @@ const Version* hidden(Reader& r, const Word* word, u8 m, Scope scope) {
 COLD void note_poll(Reader& r, const Word* word, u8 m, Scope scope) {
   WeakSystem* s = r.s;
   const u64 a = word_address(word);
-  const u32 group = static_cast<u32>(r.w->group->number);
   const Version* v = hidden(r, word, m, scope);
   for (u64 i = 0; i < s->num_starved; i++) {
     Race& k = s->starved[i];
-    if (k.address != a || k.load_launch != r.l->number || k.load_pc != r.pc || k.load_group != group) continue;
+    if (k.address != a || k.load_launch != r.l->number || k.load_pc != r.pc || k.load_group != r.number) continue;
     if (v) {
       k = race_with(r, a, *v, scope);
     } else {
@@ -149,9 +148,29 @@ u32 read_word(Reader& r, Word* word, u8 m, Scope scope) {
   return x;
 }
 
+// the bytes `m` of a word as all devices see them
+u32 at_system(WeakSystem* s, const Word* word, u8 m) {
+  u32 x = 0;
+  for (int b = 0; b < 4; b++) {
+    if (!(m >> b & 1)) continue;
+    u64 latest = 0;
+    u32 byte = word->baseline;
+    for (u32 i = word->newest; i; i = version(s, i).older) {
+      const Version& v = version(s, i);
+      const u64 at = order(word, v, ~0u);
+      if (v.bytes >> b & 1 && at != NEVER && at > latest) {
+        latest = at;
+        byte = v.value;
+      }
+    }
+    x |= byte & 0xFFu << 8 * b;
+  }
+  return x;
+}
+
 // bytes [a, a + n) word by word: body(word address, mask of its bytes, bytes from the start of the access)
 template <class F>
-INLINE void for_words(u64 a, u32 n, F body) {
+INLINE void for_words(u64 a, u64 n, F body) {
   for (u64 word = a & ~3ull; word < a + n; word += 4) {
     u8 m = 15;
     if (word < a) m &= static_cast<u8>(15 << (a - word));
@@ -220,7 +239,7 @@ bool put_bytes(Reader& r, Word* word, u32 value, u8 m, Scope scope) {
 // full.
 COLD inline void weak_load(Reader& r, u64 a, u32 n, u64 how, u8* out) { load_bytes(r, a, n, scope_of(how), out); }
 
-COLD inline bool weak_store(Reader& r, u64 a, u32 n, u64 how, const u8* bytes) {
+COLD inline bool weak_store(Reader& r, u64 a, u64 n, u64 how, const u8* bytes) {
   bool good = true;
   for_words(a, n, [&](u64 at, u8 m, i64 offset) {
     Word* word = good ? word_of(r, at, true) : nullptr;
@@ -246,25 +265,13 @@ COLD inline bool weak_atomic(Reader& r, u64 a, u32 n, u64 how, u64* seen, F chan
       x = read_word(r, words[i], 15, scope);
     } else {
       // an atomic never acts on an old value
-      for (int b = 0; b < 4; b++) {
-        u64 latest = 0;
-        u32 byte = words[i]->baseline;
-        for (u32 k = words[i]->newest; k; k = version(r.s, k).older) {
-          Version& v = version(r.s, k);
-          u64 at = order(words[i], v, ~0u);
-          if (v.bytes >> b & 1 && at != NEVER && at > latest) {
-            latest = at;
-            byte = v.value;
-          }
-        }
-        x |= byte & 0xFFu << 8 * b;
-      }
+      x = at_system(r.s, words[i], 15);
     }
     *seen |= static_cast<u64>(x) << 32 * i;
   }
   u64 fresh = change(*seen);
   bool good = true;
-  if (fresh == *seen && scope != WORKGROUP)
+  if (fresh == *seen && scope != WORKGROUP && r.w)
     for (u32 i = 0; i < n / 4; i++) note_poll(r, words[i], 15, scope);
   for (u32 i = 0; i < n / 4; i++)
     if (static_cast<u32>(fresh >> 32 * i) != static_cast<u32>(*seen >> 32 * i))

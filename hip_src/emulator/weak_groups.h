@@ -101,7 +101,7 @@ COLD Reader reader(Wave* w, u64 how) {
   auto* g = reinterpret_cast<WeakGroup*>(reinterpret_cast<u64*>(l->groups)[w->group->number]);
   if (!g) g = start_group(s, l, w);
   u32 wave = static_cast<u32>((reinterpret_cast<u64>(w) - w->group->waves) / w->launch->wave_stride);
-  Reader r{s, l, g, nullptr, nullptr, w, wave, pc_of(how)};
+  Reader r{s, l, g, nullptr, nullptr, w, wave, pc_of(how), static_cast<u32>(w->group->number)};
   if (!g) return r;
   r.view = g->waves + (l->acquire_per_wave ? wave : 0);
   r.stores = g->waves + (l->release_per_wave ? wave : 0);

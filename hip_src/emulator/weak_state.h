@@ -5,6 +5,7 @@
 constexpr u64 NEVER = ~0ull;
 constexpr u64 PAGE_STRIDE = 8192;  // bytes between pages
 constexpr u32 NONE = 0;            // no version
+constexpr u64 CARDS = 64;          // device number of PE 0's network card
 constexpr int MAX_DEVICES = 64, MAX_WAVES = 32, MAX_VERSIONS = 8, MAX_RACES = 64, MAX_STARVED = 32, PAGE_WORDS = 256;
 
 // one store to one word; also used as the head of the lists of versions that wait for a release
@@ -73,10 +74,12 @@ struct WeakSystem {
   u64 lists[MAX_DEVICES];  // versions at a device that no system release covers
   u64 salt;  // decides for good which stores of peers an agent-scope load can see; bit 0: nothing arrives by itself
   u64 num_starved;
+  u64 card_full;  // a card's write found the arena full
   Race races[MAX_RACES];
   Race starved[MAX_STARVED];  // polls that do not see a store which has been made
 };
 
+// a launch, or a network card: see weak_dma.h
 struct WeakLaunch {
   u64 system;
   u64 device, number;
@@ -89,17 +92,19 @@ struct WeakLaunch {
   u64 previous, next;              // launches in flight
   u64 acquired, acquired_system;   // its start
   u64 unreleased;                  // list of versions of its ended workgroups; 0: not started
+  u64 home;                        // device that memory outside `homes` belongs to
 };
 
 INLINE WeakLaunch* weak_launch(Wave* w) { return reinterpret_cast<WeakLaunch*>(memory_of(w)->weak); }
 
-// the memory functions' side of one access; created once per instruction
+// the memory functions' side of one access; created once per instruction, or by a network card for each of its own
 struct Reader {
   WeakSystem* s;
   WeakLaunch* l;
   WeakGroup* g;
   WeakWave* view;    // whose acquires count
   WeakWave* stores;  // whose list new versions join
-  Wave* w;
+  Wave* w;           // null: a network card
   u32 wave, pc;
+  u32 number;  // of the workgroup in its grid
 };

@@ -207,7 +207,7 @@ u8 home_of(WeakLaunch* l, u64 a) {
       high = middle;
     }
   }
-  return static_cast<u8>(low && a < table[3 * low - 2] ? table[3 * low - 1] : l->device);
+  return static_cast<u8>(low && a < table[3 * low - 2] ? table[3 * low - 1] : l->home);
 }
 
 // the word's record with the host's writes taken in; null when it has none (or, with make, when the arena is full)
@@ -249,7 +249,7 @@ void compute_floors(WeakSystem* s) {
 }
 
 bool everybody_has(WeakSystem* s, const Version& v) {
-  if (v.released_device > s->floor_agent[v.device]) return false;
+  if (v.device < CARDS && v.released_device > s->floor_agent[v.device]) return false;
   for (u64 d = 0; d < s->num_devices; d++)
     if (d != v.device && v.released_system > s->floor_system[d]) return false;
   return true;
@@ -315,7 +315,7 @@ u32 add_version(Reader& r, Word* word, u32 value, u8 bytes) {
   v.wave = static_cast<u8>(r.wave);
   v.live = 1;
   v.group = r.g->id;
-  v.number = static_cast<u32>(r.w->group->number);
+  v.number = r.number;
   v.launch = static_cast<u32>(r.l->number);
   v.pc = r.pc;
   v.word = reinterpret_cast<u64>(word);

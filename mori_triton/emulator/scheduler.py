@@ -2,7 +2,8 @@
 
 A launch is synchronous for the thread that makes it. `Parallel` (the default) gives each thread a machine of its own
 and runs it without the interpreter lock. `Coordinator` lets exactly one of {the PEs' host threads, the device they
-share} run at a time and draws each switch from its seed: same seed, same order of everything.
+share, agents such as a model of the network cards} run at a time and draws each switch from its seed: same seed, same
+order of everything.
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from mori_triton.emulator.launch import Launch
 from mori_triton.emulator.machine import Event, Machine
 from mori_triton.emulator.weak import WeakMemory
-from mori_triton.errors import Deadlock, MoriError, PeerTimeout, StateError, WeakMemoryError
+from mori_triton.errors import Deadlock, PeerTimeout, StateError, WeakMemoryError
 
 SLICE = 50_000_000  # instructions between two looks at the interpreter's signals
+# instructions of the device's turn while others could act: few, since a wave that waits for them polls all the while
+TURNS = (100, 1000, 10000)
+# steps in a row that change nothing, with nobody else to run, after which an agent is taken to be stuck
+FRUITLESS_STEPS = 10_000
 
 
 class Aborted(StateError):
@@ -30,6 +35,22 @@ class Executor(Protocol):
 
     def execute(self, launch: Launch) -> None:
         """Run a launch to its end. Raises `KernelFault`, `Deadlock`, `PeerTimeout`, `Aborted`."""
+        ...
+
+
+class Agent(Protocol):
+    """Something beside hosts and device that changes memory, such as a network card."""
+
+    def pending(self) -> bool:
+        """Whether `step` could do something now. Asked at every switch: cheap, and it changes nothing."""
+        ...
+
+    def step(self, word: int) -> bool:
+        """Do at most one thing, which one `word` decides: 64 random bits. Returns whether that changed anything."""
+        ...
+
+    def describe(self) -> list[str]:
+        """What it has not finished or waits for, for the report of a deadlock."""
         ...
 
 
@@ -121,26 +142,37 @@ class SeededHost:
 
 
 class Coordinator:
-    """One seed's order of `n` host threads and the device.
+    """One seed's order of `n` host threads, the device and agents.
 
     `reports` tells what waits have written to their PEs' error logs; it is asked when nothing can change any more and
-    virtual time has passed every limit.
+    virtual time has passed every limit. `agents` may be added to and taken from by whoever has the turn; they are not
+    waited for once all hosts have ended.
     """
 
-    def __init__(self, n: int, seed: int, reports: Callable[[], list[str]] = list, *, weak_memory: bool = False):
+    def __init__(
+        self,
+        n: int,
+        seed: int,
+        reports: Callable[[], list[str]] = list,
+        *,
+        weak_memory: bool = False,
+        agents: Sequence[Agent] = (),
+    ):
         self.machine = Machine(seed)
         self.weak = WeakMemory(seed, n) if weak_memory else None
         self.hosts = [SeededHost(self, i) for i in range(n)]
         self.failure: BaseException | None = None
         self.reports = reports
+        self.agents = list(agents)
         self._random = random.Random(seed)
         self._owners: dict[Launch, SeededHost] = {}
-        self._device_idle = False  # the device has nothing to do until a host has run
+        self._device_idle = False  # the device has nothing to do until a host or an agent has run
+        self._fruitless = 0
         self._jumped = False
 
     @property
     def trace_hash(self) -> int:
-        """Hash of every switch between waves and between hosts so far."""
+        """Hash of every switch between waves, hosts and agents so far."""
         return self.machine.trace_hash
 
     def start(self) -> None:
@@ -180,17 +212,23 @@ class Coordinator:
                 self.check()
             if self.failure is not None:
                 return
+            if all(host.state == "done" for host in self.hosts):
+                return
             ready = [host for host in self.hosts if host.runnable()]
-            device = bool(self.machine.launches) and not (self._device_idle and ready)
-            if not ready and not device:
-                if all(host.state == "done" for host in self.hosts):
-                    return
-                waits = [f"{host.what}" for host in self.hosts if host.state == "waiting"]
-                self._give_up(Deadlock(_listing("no PE can go on", waits)), me)
+            agents = self._pending(me)
+            if self.failure is not None:
+                return
+            device = bool(self.machine.launches) and not (self._device_idle and (ready or agents))
+            if not ready and not device and not agents:
+                self._give_up(Deadlock(_listing("no PE can go on", self._waiting())), me)
                 continue
-            pick = self._random.randrange(len(ready) + device)
+            pick = self._random.randrange(len(ready) + device + len(agents))
+            if pick >= len(ready) + device:
+                self._run_agent(agents[pick - len(ready) - device], me, alone=not ready and not device)
+                continue
+            self._fruitless = 0
             if pick == len(ready):
-                self._run_device(me, alone=not ready)
+                self._run_device(me, alone=not ready and not agents)
                 continue
             host = ready[pick]
             self._device_idle = False
@@ -204,20 +242,55 @@ class Coordinator:
                 self.check()
             return
 
+    def _pending(self, me: SeededHost | None) -> list[int]:
+        """Agents that could act now, by index. An agent that fails ends the world."""
+        try:
+            return [i for i, agent in enumerate(self.agents) if agent.pending()]
+        except Exception as error:
+            self._give_up(error, me)
+            return []
+
+    def _run_agent(self, index: int, me: SeededHost | None, *, alone: bool) -> None:
+        """Let an agent do one thing; alone: nobody else can go on."""
+        agent = self.agents[index]
+        self._mix(1 << 32 | index)
+        try:
+            changed = agent.step(self._random.getrandbits(64))
+            if self.weak is not None:
+                # what a card has moved on is wrong for good: say so before anybody computes with it
+                self.weak.raise_races()
+        except Exception as error:
+            self._give_up(error, me)
+            return
+        if changed:
+            # let the waves poll again
+            self.machine.state.epoch += 1
+            self._device_idle = False
+        self._fruitless = 0 if changed or not alone else self._fruitless + 1
+        if self._fruitless > FRUITLESS_STEPS:
+            text = f"nothing has changed in {FRUITLESS_STEPS} steps of the only ones that can act"
+            self._give_up(Deadlock(_listing(text, self._waiting())), me)
+
+    def _waiting(self) -> list[str]:
+        """What everybody waits for: waves, hosts, agents."""
+        hosts = [f"{host.what}" for host in self.hosts if host.state == "waiting"]
+        return [*self.machine.waiting_waves(), *hosts, *(line for agent in self.agents for line in agent.describe())]
+
     def _mix(self, index: int) -> None:
         state = self.machine.state
         state.hash = (state.hash ^ (0xFACE << 40 | index)) * 0x9E3779B97F4A7C15 & ((1 << 64) - 1)
 
-    def _give_up(self, error: MoriError, me: SeededHost | None) -> None:
+    def _give_up(self, error: BaseException, me: SeededHost | None) -> None:
         """Nothing can go on: every PE ends, the caller with the error itself."""
         self.fail(error)
         if me is not None and me.state != "done":
             raise error
 
     def _run_device(self, me: SeededHost | None, *, alone: bool) -> None:
-        """Let the device run for a while; alone: until a host can go on."""
+        """Let the device run for a while; alone: nobody else can go on."""
         machine = self.machine
-        event = machine.run(SLICE if alone else self._random.choice((100, 1000, 10000)))
+        # what a kernel does may let an agent act at any moment
+        event = machine.run(SLICE if alone and not self.agents else self._random.choice(TURNS))
         if event in (Event.FINISHED, Event.FAULT):
             launch, error = (machine.finished(), None) if event == Event.FINISHED else machine.fault()
             if error is not None:
@@ -226,7 +299,7 @@ class Coordinator:
             if self._jumped:
                 self._after_jump(me)
         elif event in (Event.QUIET, Event.STUCK):
-            if not alone:
+            if not alone or self._pending(me):
                 self._device_idle = True
             elif self.weak is not None and self.weak.starving():
                 texts = [*self.weak.races(), *self.weak.starving()]
@@ -240,8 +313,8 @@ class Coordinator:
                 machine.jump_clock()
                 self._jumped = True
             else:
-                waves = [*self.reports(), *machine.waiting_waves(), *(self.weak.races() if self.weak else ())]
-                self._give_up(Deadlock(_listing("nothing can change any more", waves)), me)
+                lines = [*self.reports(), *self._waiting(), *(self.weak.races() if self.weak else ())]
+                self._give_up(Deadlock(_listing("nothing can change any more", lines)), me)
 
     def _finish(self, launch: Launch, error: BaseException | None) -> None:
         host = self._owners.pop(launch)
@@ -257,7 +330,10 @@ class Coordinator:
         if self.machine.launches:
             # let every launch end before a host sees anything
             while self.machine.launches and self.failure is None:
-                self._run_device(me, alone=True)
+                if agents := self._pending(me):
+                    self._run_agent(self._random.choice(agents), me, alone=True)
+                elif self.failure is None:
+                    self._run_device(me, alone=True)
             return
         self._jumped = False
         lines = self.reports()

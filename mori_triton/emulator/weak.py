@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mori_triton.emulator import jit, runtime
-from mori_triton.errors import WeakMemoryError, require
+from mori_triton.errors import KernelFault, WeakMemoryError, require
 
 if TYPE_CHECKING:
     from mori_triton.emulator.launch import Launch
@@ -57,18 +57,18 @@ class _System(ctypes.Structure):
             (name, ctypes.c_uint64 * MAX_DEVICES)
             for name in ("acquired_system", "floor_agent", "floor_system", "lists")
         ),
-        *_words("salt num_starved"),
+        *_words("salt num_starved card_full"),
         ("races", Race * MAX_RACES),
         ("starved", Race * MAX_STARVED),
     ]
 
 
 class _Launch(ctypes.Structure):
-    """`WeakLaunch` of weak_state.h."""
+    """`WeakLaunch` of weak_state.h: a launch, or a network card."""
 
     _fields_ = [
         *_words("system device number acquire_per_wave release_per_wave wait_releases homes num_homes groups"),
-        *_words("num_groups started ended previous next acquired acquired_system unreleased"),
+        *_words("num_groups started ended previous next acquired acquired_system unreleased home"),
     ]
 
 
@@ -93,7 +93,9 @@ class WeakMemory:
         slots = 1 << (arena_bytes // _PAGE_BYTES).bit_length()
         self._table = np.zeros(slots, np.uint64)
         self._homes = np.zeros((0, 3), np.uint64)
-        self._launches: list[tuple[_Launch, np.ndarray, Code, list]] = []
+        # launches and cards by number; a card has no code
+        self._launches: list[tuple[_Launch, np.ndarray, Code | None, list]] = []
+        self._cards: dict[int, _Launch] = {}
         start = -(-self._arena.ctypes.data // _PAGE_BYTES) * _PAGE_BYTES
         # xorshift needs a state that is not 0, and a first draw that differs for neighbouring seeds
         mixed = (seed * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) % (1 << 64) or 1
@@ -114,7 +116,7 @@ class WeakMemory:
         _function("init", ctypes.c_void_p)(self._address)
 
     def set_home(self, address: int, num_bytes: int, device: int) -> None:
-        """Say that memory belongs to a device.
+        """Say that memory belongs to a device: a PE, or a network card as `card` numbers it.
 
         That device's stores are in host memory when they reach the device, others' when they reach the system. Memory
         not named here belongs to the device that stores to it.
@@ -152,6 +154,7 @@ class WeakMemory:
         record = _Launch(
             system=self._address,
             device=device,
+            home=device,
             number=len(self._launches),
             acquire_per_wave=gfx12 and directives.get("workgroup_processor_mode") == "1",
             release_per_wave=1,
@@ -169,6 +172,35 @@ class WeakMemory:
             if not at or low >= int(self._homes[at - 1, 1]):
                 self._forget(low, high, device)
         return np.full(launch.num_groups * launch.num_waves, ctypes.addressof(record), np.uint64)
+
+    def card(self, pe: int) -> int:
+        """The device number of a PE's network card, for `set_home`: memory that only the system's level changes."""
+        require(0 <= pe < self._system.num_devices, "pe", f"below {self._system.num_devices}", pe)
+        return MAX_DEVICES + pe
+
+    def dma(self, pe: int) -> tuple[int, int, int, int]:
+        """A PE's network card as C calls it: `(context, read, write, atomic)`, addresses that live as long as this.
+
+            void read(void *context, u64 address, u64 bytes, void *out);
+            void write(void *context, u64 address, u64 bytes, const void *data);
+            u64 atomic(void *context, u64 address, u32 operation, u64 value, u64 compare);
+
+        `atomic` works on 8 bytes and returns the old value. operation: 0 add, 1 compare and swap.
+        """
+        record = self._cards.get(pe)
+        if record is None:
+            record = _Launch(
+                system=self._address,
+                device=self.card(pe),
+                home=pe,
+                number=len(self._launches),
+                homes=self._homes.ctypes.data,
+                num_homes=len(self._homes),
+            )
+            self._cards[pe] = record
+            self._launches.append((record, np.zeros(0, np.uint64), None, []))
+        read, write, atomic = (jit.address(f"mori_emu_weak_dma_{name}") for name in ("read", "write", "atomic"))
+        return ctypes.addressof(record), read, write, atomic
 
     def pending(self) -> int:
         """Stores that have not arrived everywhere yet: memory may still change with nothing running."""
@@ -190,9 +222,11 @@ class WeakMemory:
         return texts
 
     def raise_races(self) -> None:
-        """Raise `WeakMemoryError` with every race so far, and forget them."""
+        """Raise `WeakMemoryError` with every race so far, and forget them. `KernelFault`: a card's write was lost."""
         texts = self.races()
         self._system.num_races = self._system.lost_races = 0
+        if self._system.card_full:
+            raise KernelFault("weak-memory mode has no memory left for what network cards have written")
         if texts:
             raise WeakMemoryError("a load could see a stale value:\n" + "\n".join(texts))
 
@@ -202,22 +236,27 @@ class WeakMemory:
 
         def where(entry: tuple, group: int, wave: int, pc: int) -> str:
             record, _, code, _ = entry
+            if code is None:
+                return f"the network card of PE {record.home}"
             return f"{code.name} of PE {record.device}, workgroup {group}, wave {wave}, {code.instruction(pc)}"
 
         stored_by = f"wave {race.store_wave} of workgroup {race.store_group}"
         loaded_by = f"wave {race.load_wave} of workgroup {race.load_group}"
+        since = "then" if store[2] is None else "that release"
         texts = {
             AGENT_RELEASE: f"a release of agent scope after the store that covers {stored_by}",
             SYSTEM_RELEASE: f"a release of system scope on PE {writer} after the store reached it",
-            SYSTEM_ACQUIRE: f"an acquire of system scope on PE {reader} since that release",
-            AGENT_ACQUIRE: f"an acquire of agent scope by {loaded_by} since that release",
+            SYSTEM_ACQUIRE: f"an acquire of system scope on PE {reader} since {since}",
+            AGENT_ACQUIRE: f"an acquire of agent scope by {loaded_by} since {since}",
             SYSTEM_LOAD: "system scope of the load itself",
         }
         reasons = [text for bit, text in texts.items() if race.missing & bit]
         times = f" ({race.count} times)" if race.count > 1 else ""
+        # a card knows no names; one of the two is a kernel
+        ranges = load[3] or store[3]
         return (
             f"{where(load, race.load_group, race.load_wave, race.load_pc)}{times}\n"
-            f"  loads {_name(load[3], race.address)}, stored by\n"
+            f"  {'reads' if load[2] is None else 'loads'} {_name(ranges, race.address)}, stored by\n"
             f"  {where(store, race.store_group, race.store_wave, race.store_pc)}\n"
             f"  missing: {'; '.join(reasons)}"
         )

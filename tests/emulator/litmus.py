@@ -15,6 +15,7 @@ from mori_triton.emulator.device import ARCHS, Device
 from mori_triton.emulator.launch import Launch
 from mori_triton.emulator.machine import Event, Machine
 from mori_triton.emulator.module import Module, load_code
+from mori_triton.emulator.scheduler import Coordinator
 from mori_triton.emulator.weak import WeakMemory
 
 CLEAN_SEEDS, BROKEN_SEEDS = range(50), range(5)
@@ -39,18 +40,25 @@ def compiled(
 
 @dataclass
 class Litmus:
-    """One run: a machine and its memory. Buffers belong to a device and are visible to all."""
+    """One run: a machine and its memory, its own or a coordinator's.
+
+    Buffers belong to a device and are visible to all.
+    """
 
     seed: int
     num_devices: int = 2
     arch: str = "gfx1201"
     quantum: tuple[int, int] = (1, 60)
     buffers: list = field(default_factory=list)
+    coordinator: Coordinator | None = None
 
     def __post_init__(self) -> None:
         self.starved: list[str] = []
-        self.machine = Machine(self.seed, quantum=self.quantum)
-        self.weak = WeakMemory(self.seed, self.num_devices, arena_bytes=1 << 24)
+        if self.coordinator is not None:
+            self.machine, self.weak = self.coordinator.machine, self.coordinator.weak
+        else:
+            self.machine = Machine(self.seed, quantum=self.quantum)
+            self.weak = WeakMemory(self.seed, self.num_devices, arena_bytes=1 << 24)
         self.devices = [Device(100 + i, self.arch, 100 + i, f"PE {i}") for i in range(self.num_devices)]
 
     def buffer(self, device: int, num: int, dtype=np.int32, name: str = "") -> np.ndarray:
@@ -62,7 +70,7 @@ class Litmus:
             d.allow(memory.ctypes.data, memory.nbytes, name or f"buffer {len(self.buffers)}")
         return memory
 
-    def submit(
+    def launch(
         self,
         device: int,
         fn,
@@ -74,12 +82,16 @@ class Litmus:
         edit=None,
         **constants,
     ) -> Launch:
-        """Put a kernel in flight. edit: a function on its assembly text."""
+        """A kernel with its arguments. edit: a function on its assembly text."""
         text = compiled(fn, self.arch, signature, tuple(constants.items()), num_warps)
         module = Module(load_code(edit(text) if edit else text))
-        launch = Launch(
+        return Launch(
             module, (grid, 1, 1), args, num_warps=num_warps, shared=1024, types=signature, device=self.devices[device]
         )
+
+    def submit(self, device: int, *args, **options) -> Launch:
+        """Put a kernel in flight; the arguments are those of `launch`."""
+        launch = self.launch(device, *args, **options)
         launch.records = self.weak.attach(launch, device)
         launch.control.weak_records = launch.records.ctypes.data
         self.machine.submit(launch)

@@ -53,6 +53,31 @@ again:
 \ts_cbranch_scc1 again
 \ts_endpgm
 """
+# words: [0] requests, [1] answers, [2] unused. Each round: one request more, poll for its answer, then count to `think`
+ASK = """
+\ts_load_b64 s[2:3], s[0:1], 0x0
+\tv_mov_b32_e32 v1, 0
+\tv_mov_b32_e32 v2, 1
+\ts_mov_b32 s6, {rounds}
+round:
+\ts_mov_b32 exec_lo, 1
+\tglobal_atomic_add_u32 v4, v1, v2, s[2:3] th:TH_ATOMIC_RETURN scope:SCOPE_SYS
+\tv_readfirstlane_b32 s7, v4
+again:
+\tglobal_load_b32 v3, v1, s[2:3] offset:4 scope:SCOPE_SYS
+\tv_readfirstlane_b32 s5, v3
+\ts_cmp_le_u32 s5, s7
+\ts_cbranch_scc1 again
+\ts_mov_b32 s9, {think}
+think:
+\ts_add_co_i32 s9, s9, -1
+\ts_cmp_eq_u32 s9, 0
+\ts_cbranch_scc0 think
+\ts_add_co_i32 s6, s6, -1
+\ts_cmp_eq_u32 s6, 0
+\ts_cbranch_scc0 round
+\ts_endpgm
+"""
 BARRIER_OF_SOME = """
 \tv_readfirstlane_b32 s5, v0
 \ts_cmp_eq_u32 s5, 0

@@ -1,5 +1,6 @@
 """Who runs when and when nothing can: standstills and time limits, many host threads under one seed."""
 
+import random
 import time
 
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 from mori_triton.emulator import launch, scheduler
 from mori_triton.emulator.machine import Event, Machine
 from mori_triton.errors import Deadlock, PeerTimeout
-from tests.emulator.snippets import ADD_ONE, BARRIER_OF_SOME, POINTER, SPIN, finish, kernel
+from tests.emulator.hosts import in_threads
+from tests.emulator.snippets import ADD_ONE, ASK, BARRIER_OF_SOME, POINTER, SPIN, finish, kernel
 
 pytestmark = pytest.mark.cpu
 
@@ -205,6 +207,30 @@ def test_a_launch_ends_when_another_thread_says_so():
     timer.join()
 
 
+def test_a_thread_may_answer_in_a_parallel_world():
+    """What agents are under a seed are threads here: kernels see what they write, and time out when they stop."""
+    import threading
+
+    words, stop, draw = np.zeros(3, np.uint32), threading.Event(), random.Random(1)
+
+    def serve():
+        while not stop.wait(draw.uniform(0, 0.02)):
+            if words[1] < min(words[0], 20):
+                words[1] += 1
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    executor = scheduler.Parallel(timeout_s=0.3)
+    rounds = launch.Launch(kernel(ASK.format(rounds=20, think=1), args=[POINTER]), (1, 1, 1), [words], num_warps=1)
+    executor.execute(rounds)
+    assert words.tolist() == [20, 20, 0]
+    one_more = launch.Launch(kernel(ASK.format(rounds=1, think=1), args=[POINTER]), (1, 1, 1), [words], num_warps=1)
+    with pytest.raises(PeerTimeout, match=r"nothing changed for 0\.3 s"):
+        executor.execute(one_more)
+    stop.set()
+    thread.join()
+
+
 def test_more_waves_than_fit_are_counted():
     m = Machine(5, resident=2)
     m.submit(launch.Launch(kernel(SPIN, args=[POINTER]), (9, 1, 1), [np.zeros(1, np.uint32)], num_warps=20))
@@ -217,32 +243,6 @@ def test_more_waves_than_fit_are_counted():
 
 
 # -------------------------------------------------------------------------------------------------- coordinator
-def in_threads(coordinator, *bodies):
-    """Run one function per host thread under the coordinator; the results, or the error of each."""
-    import threading
-
-    results = [None] * len(bodies)
-
-    def main(host, body):
-        try:
-            host.begin()
-            results[host.index] = body(host)
-        except BaseException as error:
-            results[host.index] = error
-            coordinator.fail(error)
-        finally:
-            host.end()
-
-    threads = [threading.Thread(target=main, args=pair) for pair in zip(coordinator.hosts, bodies, strict=True)]
-    for thread in threads:
-        thread.start()
-    coordinator.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
-    return results
-
-
 def test_exactly_one_host_runs_at_a_time_and_the_seed_decides_which():
     def order(seed):
         coordinator, trace, turn = scheduler.Coordinator(3, seed), [], []
