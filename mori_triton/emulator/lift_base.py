@@ -119,7 +119,7 @@ class LiftBase:
         while kind != "abs32" and isa.canonical(self.p.insts[i].mn) != "s_getpc_b64":
             ins = self.p.insts[i]
             literal = any("@" in o for o in ins.ops)
-            if not literal and not re.match(r"s_(wait\w*|delay_alu|sext_i32_i16|nop)$", ins.mn):
+            if not literal and not re.match(r"s_(wait\w*|delay_alu|sext_i32_i16|nop|set_vgpr_msb)$", ins.mn):
                 raise KeyError("s_getpc sequence not recognised")
             bias, i = bias + 4 + 4 * literal, i - 1
         off = int(add or 0) - (0 if kind == "abs32" else bias)

@@ -11,7 +11,7 @@ from mori_triton.emulator.ir import Fn, Pair, Val
 from mori_triton.emulator.isa.integer import Formula, perm_of
 from mori_triton.emulator.state import Operand
 from mori_triton.emulator.vector_lanes import Lanes
-from mori_triton.emulator.vector_matrix import MATRIX, Matrix
+from mori_triton.emulator.vector_matrix import ANY_FORMAT, MATRIX, Matrix
 from mori_triton.emulator.vector_packed import MIXED, PACKED, Packed
 
 _WIDTH = {"q": 64, "w": 64, "d": 64}
@@ -72,8 +72,8 @@ class Vector(Lanes, Packed, Matrix):
             self.packed(ins, ops, k)
         elif k in MIXED:
             self.mixed(ins, ops, k)
-        elif k in MATRIX:
-            self.matrix(ops, k)
+        elif k in MATRIX or ANY_FORMAT.match(k):
+            self.matrix(ins, k)
         elif k == "perm_b32":
             self.perm(ins, ops)
         elif k in isa.VALU:

@@ -154,3 +154,14 @@ def test_immediate(text, bits, letter, want):
 def test_literal_of_a_signed_64_bit_operand():
     assert Operand("0xffffff85").signed_literal == -123
     assert Operand("7").signed_literal == 7
+
+
+def test_registers_beyond_255():
+    """The whole number stands in a comment; the encoding has its low 8 bits."""
+    text = "v_pk_fma_f32 v[8:9] /*v[264:265]*/, v[2:3], v[18:19], v[20:21] /*v[276:277]*/ op_sel_hi:[0,1,1]"
+    i = asm.parse_inst(text, 1)
+    assert i.ops == ["v[264:265]", "v[2:3]", "v[18:19]", "v[276:277]"]
+    assert i.mods == {"op_sel_hi": "[0,1,1]"}
+    assert asm.parse_inst("v_mov_b32_e32 v20 /*v276*/, 0", 1).ops == ["v276", "0"]
+    with pytest.raises(ValueError, match="v20"):
+        asm.parse_inst("v_mov_b32_e32 v20 /*v277*/, 0", 1)

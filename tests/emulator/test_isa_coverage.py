@@ -10,7 +10,6 @@ import pytest
 from mori_triton.emulator import isa
 from mori_triton.emulator.isa.compare import SUPPORTED
 from mori_triton.emulator.vector_lanes import Lanes
-from mori_triton.emulator.vector_matrix import MATRIX
 from mori_triton.emulator.vector_packed import MIXED, PACKED
 from tests.emulator import operands
 from tests.emulator.documents import spellings
@@ -76,15 +75,11 @@ def test_every_packed_instruction_is_checked():
 
 
 def test_every_other_table_is_known_here():
-    """test_isa_lanes.py checks these one by one; matrix products are compared with numpy below."""
+    """test_isa_lanes.py checks these one by one. test_isa_matrix.py checks every matrix product."""
     assert {
         "readfirstlane_b32", "readlane_b32", "writelane_b32", "swap_b32", "permlane16_b32", "permlanex16_b32",
         "permlane16_swap_b32", "permlane32_swap_b32",
     } == Lanes.LANE_MOVES  # fmt: skip
-    assert {k.replace("bf16", "f16") for k in MATRIX} == {
-        "mfma_f32_32x32x8_f16", "mfma_f32_32x32x16_f16", "mfma_f32_16x16x16_f16", "mfma_f32_16x16x32_f16",
-        "wmma_f32_16x16x16_f16",
-    }  # fmt: skip
 
 
 def test_undocumented_integers():
@@ -169,40 +164,6 @@ def test_accumulation_registers():
     wave.run()
     active = [wave.exec >> lane & 1 for lane in range(64)]
     assert (wave.v[1] == np.where(active, np.arange(64), 0)).all()
-
-
-@pytest.mark.parametrize("name", sorted(MATRIX))
-def test_matrix_product(name):
-    """Against numpy; the layout is the one that Triton's and AMD's documents describe, small integers are exact."""
-    m, arch = MATRIX[name], "gfx1201" if name.startswith("wmma") else "gfx950"
-    size = m.per_lane // 2
-    a0, b0, c0, d0 = 0, size, 2 * size, 2 * size + m.regs
-    ops = [f"v[{r}:{r + n - 1}]" for r, n in ((d0, m.regs), (a0, size), (b0, size), (c0, m.regs))]
-    wave, rng = Wave(arch, [f"v_{name} {', '.join(ops)}"]), np.random.default_rng(17)
-    a, b = rng.integers(-8, 8, (m.n, m.k)).astype(np.float32), rng.integers(-8, 8, (m.k, m.n)).astype(np.float32)
-    c = rng.integers(-50, 50, (m.n, m.n)).astype(np.float32)
-
-    def half(x: np.float32) -> int:
-        return int(np.float16(x).view(np.uint16)) if m.fp16 else int(x.view(np.uint32)) >> 16
-
-    for lane in range(wave.lanes):
-        first = lane // m.n * m.per_lane
-        for e in range(m.per_lane):
-            for r, x in ((a0, a[lane % m.n, first + e]), (b0, b[first + e, lane % m.n])):
-                wave.v[r + e // 2, lane] |= np.uint32(half(x) << 16 * (e % 2))
-        for r in range(m.regs):
-            # rows in groups of four, one group of each after the other for every set of n lanes; wmma: eight rows a set
-            group = lane // m.n
-            row = r + 8 * group if name.startswith("wmma") else r % 4 + 4 * group + 4 * (64 // m.n) * (r // 4)
-            wave.v[c0 + r, lane] = c[row, lane % m.n].view(np.uint32)
-    wave.run()
-    want, got = a @ b + c, np.full((m.n, m.n), np.nan, np.float32)
-    for lane in range(wave.lanes):
-        for r in range(m.regs):
-            group = lane // m.n
-            row = r + 8 * group if name.startswith("wmma") else r % 4 + 4 * group + 4 * (64 // m.n) * (r // 4)
-            got[row, lane % m.n] = wave.v[d0 + r, lane : lane + 1].view(np.float32)[0]
-    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("table", [0x00, 0x01, 0x02, 0x04, 0x10, 0x40, 0x80, 0x96, 0xCA, 0xE8, 0xF8, 0xFF])

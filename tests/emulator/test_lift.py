@@ -24,7 +24,7 @@ pytestmark = pytest.mark.cpu
         (["s_mov_b32 s0, s1 nv"], "modifier nv"),
         (["v_add_f32 v0, v1, v2 op_sel:[1,0]"], "op_sel"),
         (["v_mov_b32 v0, src_shared_base"], "operand src_shared_base"),
-        (["v_mfma_f32_32x32x2_f32 v[0:15], v16, v17, 0"], "no semantics"),
+        (["v_smfmac_f32_32x32x16_f16 v[0:15], v[16:17], v[18:21], v22"], "no semantics"),
         (["v_pk_add_f16 v0, v1, v2 clamp"], "clamp"),
         (["v_add_nc_u64 v[0:1], v[2:3], v[4:5] clamp"], "modifier on a 64-bit integer result"),
         (["v_add3_u32 v0, v1, v2"], "operand count"),

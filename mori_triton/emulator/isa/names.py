@@ -107,7 +107,7 @@ def canonical(mn: str) -> str:
 
 # no effect on values here: hints, waits (accesses complete in order), cache maintenance, freeing registers
 NOP = re.compile(
-    r"s_(nop|delay_alu|clause|wait\w*|code_end|setprio|set_inst_prefetch\w*|inst_prefetch"
+    r"s_(nop|set_vgpr_msb|delay_alu|clause|wait\w*|code_end|setprio|set_inst_prefetch\w*|inst_prefetch"
     r"|ttracedata\w*|icache_inv|dcache\w*|prefetch\w*)$|v_nop$"
     r"|global_(inv|wb|wbinv|prefetch\w*)$|buffer_(inv|wbl2|gl\d_inv)$"
 )
@@ -119,7 +119,8 @@ _CACHE = "th|scope|sc0|sc1|nt|glc|slc|nv"
 MODIFIERS = tuple(
     (re.compile(family), re.compile(f"({allowed})$"))
     for family, allowed in (
-        (r"v_(mfma|wmma)", "none"),
+        (r"v_mfma", "cbsz|abid|blgp|op_sel|op_sel_hi"),
+        (r"v_wmma", "neg_lo|neg_hi|op_sel|op_sel_hi|matrix_[ab]_(reuse|fmt)"),
         (r"v_pk_", "op_sel|op_sel_hi|neg_lo|neg_hi"),
         (r"v_fma_mix", "op_sel|op_sel_hi|clamp"),
         (r"v_permlane", "op_sel"),
