@@ -124,12 +124,23 @@ MUTATIONS = {
     "a variable more": (lambda t: t + "\n@state = global i32 0\n", ["state", "mori_shmem_context"]),
     "context global missing": (lambda t: t.replace("@mori_shmem_context", "@mori_shmem_state"), ["mori_shmem_"]),
     "layout missing": (mutate(r"@mori_shmem_abi_layout = .*\n", ""), ["mori_shmem_abi_layout", "no such constant"]),
-    "layout version": (mutate(r"(@mori_shmem_abi_layout = .*\[i32 )1,", r"\g<1>2,"), ["version: expected 1, found 2"]),
+    "layout version": (mutate(r"(@mori_shmem_abi_layout = .*\[i32 )2,", r"\g<1>1,"), ["version: expected 2, found 1"]),
     "layout offset": (
-        mutate(r"(@mori_shmem_abi_layout = .*i32 48, i32 )56,", r"\g<1>60,"),
+        mutate(r"(@mori_shmem_abi_layout = .*?i32 48, i32 )56,", r"\g<1>60,"),
         ["Context.timeout_ticks: expected 56, found 60"],
     ),
-    "layout shorter": (mutate(r"\[30 x i32\] \[i32 1, ", "[29 x i32] ["), ["30 words", "29 words"]),
+    "layout shorter": (
+        mutate(rf"\[{len(abi.LAYOUT)} x i32\] \[i32 2, ", f"[{len(abi.LAYOUT) - 1} x i32] ["),
+        [f"{len(abi.LAYOUT)} words", f"{len(abi.LAYOUT) - 1} words"],
+    ),
+    "a variable that chooses code missing": (
+        lambda t: t.replace("@mori_shmem_debug", "@mori_shmem_debug_mode"),
+        ["mori_shmem_debug"],
+    ),
+    "a variable that chooses code of another width": (
+        lambda t: re.sub(r"(@mori_shmem_profiler = .*global) i32 0, align 4", r"\1 i64 0, align 8", t),
+        ["mori_shmem_profiler", "no such variable"],
+    ),
     "trap 5 no remote memory": (
         mutate(r"(atomicrmw add ptr addrspace\(1\).*)$", r"\1, !amdgpu.no.remote.memory !{}"),
         ["amdgpu.no.remote.memory"],

@@ -14,16 +14,21 @@ from mori_triton.bitcode.files import (
     host_machine,
     labelled_copy,
 )
+from mori_triton.bitcode.specialisation import answer_provider, provider_here, provider_of, specialize
 from mori_triton.bitcode.verification import signatures, verify
 
 __all__ = [
     "DEVICE_LIBRARY",
+    "answer_provider",
     "directory",
     "family",
     "find_bitcode",
     "host_file",
     "host_machine",
     "labelled_copy",
+    "provider_here",
+    "provider_of",
     "signatures",
+    "specialize",
     "verify",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import struct
 import tempfile
 from functools import lru_cache
 from pathlib import Path
@@ -76,8 +75,8 @@ def find_bitcode(target: Any) -> Path:
     """
     wanted, override = family(target), env.bitcode_override()
     if override is None:
-        return _cached_copy(directory() / wanted / DEVICE_LIBRARY)
-    found = _cached_copy(Path(override))
+        return cached_copy(directory() / wanted / DEVICE_LIBRARY)
+    found = cached_copy(Path(override))
     with parsed(found, found.read_bytes()) as module:
         triple = module.triple
     if triple != TRIPLES[wanted]:
@@ -85,7 +84,8 @@ def find_bitcode(target: Any) -> Path:
     return found
 
 
-def _cached_copy(source: Path) -> Path:
+def cached_copy(source: Path) -> Path:
+    """`source`, verified, in the cache under its content's hash."""
     try:
         stat = source.stat()
     except OSError as e:
@@ -103,21 +103,17 @@ def _cached_copy(source: Path) -> Path:
 def _copy_of(source: Path, mtime_ns: int, size: int, cache: Path) -> Path:
     data = source.read_bytes()
     verify(source)
-    return _stored(cache / "bitcode" / hashlib.sha256(data).hexdigest()[:32] / source.name, data)
+    return stored(cache / "bitcode" / hashlib.sha256(data).hexdigest()[:32] / source.name, data)
 
 
 def labelled_copy(path: Path | str, label: str) -> Path:
-    """A copy of what `find_bitcode` gave that has the same code and other content, in a directory called `label`.
+    """A copy of what `specialize` gave that has the same code and other content, in a directory called `label`.
 
     For Triton, which knows libraries by content or by path, kernels that are linked with it are different ones.
     """
     target = Path(path).parent / label / Path(path).name
     if target not in _labelled or not target.is_file():
-        # LLVM's bitcode wrapper (magic, version, offset, size, CPU type); nobody reads what lies before the offset
-        data, text = Path(path).read_bytes(), label.encode()
-        text = text.ljust(-(-len(text) // 4) * 4, b"\0")
-        header = struct.pack("<5I", 0x0B17C0DE, 0, 20 + len(text), len(data), 0xFFFFFFFF)
-        _stored(target, header + text + data)
+        stored(target, f"; {label}\n".encode() + Path(path).read_bytes())
         _labelled.add(target)
     return target
 
@@ -125,7 +121,7 @@ def labelled_copy(path: Path | str, label: str) -> Path:
 _labelled: set[Path] = set()
 
 
-def _stored(target: Path, data: bytes) -> Path:
+def stored(target: Path, data: bytes) -> Path:
     """`target`, with `data` in it."""
     if not (target.is_file() and target.read_bytes() == data):
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -17,17 +17,29 @@ TARGETS = {"gfx942": 64, "gfx950": 64, "gfx1201": 32, "gfx1250": 32, "sm_90": 32
 FP_FUSION = False
 
 
-def get_extern_libs(target: Any = None) -> dict[str, str]:
-    """`extern_libs=` for a launch or a compilation.
+# where code runs as no PE: the package's own kernels then have no network to go through
+NO_NETWORK = "p2p"
+
+
+def get_extern_libs(target: Any = None, *, without_pe: str = NO_NETWORK) -> dict[str, str]:
+    """`extern_libs=` for a launch or a compilation: the library made for the provider that the calling code's PE has.
 
     Args:
         target: Triton's `GPUTarget` or `"gfx942"`, `"sm_90"`, ...; None: the active device's.
+        without_pe: the provider where the calling code runs as no PE.
     """
     if target is None:
         from triton.runtime import driver
 
         target = driver.active.get_current_target()
-    return {abi.LIBRARY: str(bitcode.find_bitcode(target))}
+    return {abi.LIBRARY: str(bitcode.specialize(target, provider=bitcode.provider_here() or without_pe))}
+
+
+def linked_provider(compiled: Any) -> str | None:
+    """For which provider a compiled kernel's device library is; None: the kernel calls none of its functions."""
+    if f'"{abi.LIBRARY}' not in compiled.asm.get("ttir", ""):
+        return None
+    return bitcode.provider_of(dict(compiled.metadata.extern_libs)[abi.LIBRARY])
 
 
 def refuse_interpreter(kernel: Any = None) -> None:
@@ -44,7 +56,8 @@ def refuse_interpreter(kernel: Any = None) -> None:
 def launch(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> Any:
     """`kernel[grid](*args, **kwargs)` with the device library of the active target linked in. Asynchronous.
 
-    `device.prepared` launches again and again with less host work.
+    `device.prepared` launches again and again with less host work. A library that `extern_libs=` names wins, such as
+    one that `bitcode.specialize` has made for debugging.
 
     Returns:
         The compiled kernel.
@@ -100,8 +113,9 @@ _LOADED, _LOCK = "_mori_triton_loaded", "_mori_triton_lock"
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Options of every kernel of the package, beside those `given`."""
+    libraries = given.get("extern_libs", {})
     return {
-        "extern_libs": {**given.get("extern_libs", {}), **get_extern_libs()},
+        "extern_libs": libraries if abi.LIBRARY in libraries else {**libraries, **get_extern_libs()},
         "enable_fp_fusion": given.get("enable_fp_fusion", FP_FUSION),
     }
 

@@ -12,7 +12,8 @@ import struct
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from mori_triton.device.launch import load, refuse_interpreter
+from mori_triton import bitcode
+from mori_triton.device.launch import NO_NETWORK, linked_provider, load, refuse_interpreter
 from mori_triton.errors import ArgumentError, StateError, require
 
 # how `struct` checks an argument of a Triton type; pointers start with "*"
@@ -28,13 +29,16 @@ _PLAIN = frozenset({int, float, bool, type(None)})
 class PreparedKernel:
     """A kernel loaded on one device: the one that was current when `prepare` made it."""
 
-    def __init__(self, compiled: Any, driver: Any, names: Sequence[str], constants: dict[str, Any]) -> None:
+    def __init__(
+        self, compiled: Any, driver: Any, names: Sequence[str], constants: dict[str, Any], provider: str | None = None
+    ) -> None:
         """
         Args:
             compiled: Triton's compiled kernel, loaded.
             driver: Triton's driver that loaded it.
             names: every parameter of the kernel, in order.
             constants: the constexpr ones and their values.
+            provider: for which one the device library in it is made; None: it calls none of its functions.
         """
         import triton
 
@@ -59,6 +63,7 @@ class PreparedKernel:
         self._reorder = operator.itemgetter(*(order.index(name) for name in names)) if moved else None
         # the emulated device allows the memory of the tensors it is given, so there they stay tensors
         self._keeps_tensors = driver.get_active_torch_device().type == "cpu"
+        self._provider, self._serves_all = provider, provider in (None, "any")
         self._current_device, self._current_stream = driver.get_current_device, driver.get_current_stream
         self._runtime = triton.knobs.runtime
         self._run, self._function, self._packed = compiled.run, compiled.function, compiled.packed_metadata
@@ -74,13 +79,19 @@ class PreparedKernel:
             stream: the device's handle of a stream; None: the current one.
 
         Raises:
-            StateError: another device is current than when the kernel was prepared.
+            StateError: another device is current than when the kernel was prepared, or the calling PE reaches its
+                peers through another provider.
             ArgumentError: an argument does not fit the kernel; nothing is launched.
         """
         if self._current_device() != self.device:
             raise StateError(
                 f"{self.name} was prepared on device {self.device}, and device {self._current_device()} is current: "
                 "prepare it there too"
+            )
+        if not self._serves_all and (bitcode.provider_here() or NO_NETWORK) != self._provider:
+            raise StateError(
+                f"{self.name} was prepared for transport {self._provider}, and this PE's is "
+                f"{bitcode.provider_here() or NO_NETWORK}: prepare it in this world"
             )
         plain: Sequence[Any] = args if _PLAIN.issuperset(map(type, args)) else self._addresses(args)
         try:
@@ -172,4 +183,4 @@ def prepare(kernel: Any, *example_args: Any, **named: Any) -> PreparedKernel:
             )
     compiled, driver = load(kernel, *example_args, **named)
     constants = {name: values[name] for name, param in parameters.items() if param.is_constexpr}
-    return PreparedKernel(compiled, driver, list(parameters), constants)
+    return PreparedKernel(compiled, driver, list(parameters), constants, linked_provider(compiled))

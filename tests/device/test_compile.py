@@ -300,7 +300,7 @@ def test_targets() -> None:
         gpu_target("gfx900")
     for arch in ARCHS:
         libs = get_extern_libs(gpu_target(arch))
-        assert libs == get_extern_libs(arch) == {abi.LIBRARY: str(bitcode.find_bitcode(arch))}
+        assert libs == get_extern_libs(arch) == {abi.LIBRARY: str(bitcode.specialize(arch, provider="p2p"))}
 
 
 def test_m9_interpreter_is_refused_with_a_way_out(tmp_path: Path) -> None:

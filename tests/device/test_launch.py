@@ -30,7 +30,7 @@ def plain_kernel(out):
 def test_launch_links_for_the_active_target_and_returns_the_kernel() -> None:
     pes = Pes(3, "gfx942")
     with pes.current(2) as ctx:
-        assert get_extern_libs() == {abi.LIBRARY: str(bitcode.find_bitcode("gfx942"))}
+        assert get_extern_libs() == {abi.LIBRARY: str(bitcode.specialize("gfx942", provider="p2p"))}
         out = torch.full((1,), -1, dtype=torch.int32)
         compiled = launch(who_kernel, (1,), ctx, out, num_warps=1)
         assert int(out[0]) == 203

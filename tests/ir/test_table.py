@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 
 from mori_triton import abi, bitcode, ir
 from mori_triton.device.launch import TARGETS, cross_compile, gpu_target, unresolved
-from mori_triton.errors import ArgumentError, BitcodeError, StateError
+from mori_triton.errors import ArgumentError, BitcodeError, NotSupported, StateError
 from mori_triton.ir import triton as mori_device
 
 pytestmark = pytest.mark.cpu
@@ -73,7 +73,16 @@ def test_anyone_can_cross_compile(arch: str) -> None:
     signature, constants = {"x_ptr": "*i64", "pe": "i32"}, {"OP": mori_device.SIGNAL_SET}
     compiled = cross_compile(add_kernel, signature, constants, arch=arch, library=library)
     assert unresolved(compiled.asm) == []
-    assert library == ir.find_bitcode(arch=arch) == ir.get_bitcode_path(arch=gpu_target(arch), cov=6)
+    # for whoever runs it, over whatever network
+    assert bitcode.provider_of(library) == "any"
+    assert library == str(bitcode.specialize(arch, provider="any"))
+
+
+def test_find_bitcode_gives_the_library_as_it_was_built() -> None:
+    for arch, family in (("gfx942", "amdgcn"), ("sm_90", "nvptx64")):
+        found = ir.find_bitcode(arch=arch)
+        assert Path(found).read_bytes() == (bitcode.directory() / family / bitcode.DEVICE_LIBRARY).read_bytes()
+        assert found == ir.get_bitcode_path(arch=gpu_target(arch), cov=6)
 
 
 def test_find_bitcode_says_what_is_wrong() -> None:
@@ -96,20 +105,27 @@ def test_no_active_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     data = Path(ir.find_bitcode(arch="gfx942")).read_bytes()
-    # the same library in a wrapper: other content
+    # one made for one network and for finding faults
     other = tmp_path / "mine.bc"
-    other.write_bytes(bitcode.labelled_copy(ir.find_bitcode(arch="gfx942"), "test").read_bytes())
+    other.write_bytes(bitcode.specialize("gfx942", provider="mlx5", debug=True).read_bytes())
     monkeypatch.setenv("MORI_SHMEM_BC", str(other))
     found = Path(ir.find_bitcode(arch="gfx942"))
     assert found.read_bytes() == other.read_bytes() != data
     assert hashlib.sha256(other.read_bytes()).hexdigest()[:32] in found.parts
-    assert mori_device.get_extern_libs("gfx942") == {abi.LIBRARY: str(found)}
+    with pytest.raises(NotSupported, match=r"transport any: .* mori_shmem_provider = 1"):
+        mori_device.get_extern_libs("gfx942")
+    monkeypatch.delenv("MORI_SHMEM_BC")
+    for_debugging = bitcode.specialize("gfx942", debug=True)
+    other.write_bytes(bitcode.labelled_copy(for_debugging, "test").read_bytes())
+    monkeypatch.setenv("MORI_SHMEM_BC", str(other))
+    (library,) = mori_device.get_extern_libs("gfx942").values()
+    assert "mori_shmem_debug = 1" in Path(library).read_text()
 
 
 def test_labelled_copies_have_the_same_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MORI_TRITON_CACHE_DIR", str(tmp_path))
     for arch in ("gfx942", "sm_90"):
-        found = Path(ir.find_bitcode(arch=arch))
+        found = bitcode.specialize(arch)
         copies = [bitcode.labelled_copy(found, label) for label in ("pe0", "pe1", "pe10")]
         assert [copy.relative_to(found.parent).as_posix() for copy in copies] == [
             f"pe{number}/{found.name}" for number in (0, 1, 10)

@@ -46,7 +46,8 @@ def get_extern_libs(target: Any = None) -> dict[str, str]:
     """`extern_libs=` for a launch or a compilation of a kernel with MORI's names.
 
     In a program of a local world each PE asks for itself: on GPUs each has a copy of the library of its own, and so
-    compiles its kernels for itself (Triton's cache keeps them all).
+    compiles its kernels for itself (Triton's cache keeps them all). The library is made for the provider that carries
+    what goes to the PE's peers; where shmem is not initialised, a kernel looks that up when it runs.
 
     Args:
         target: Triton's `GPUTarget` or `"gfx942"`, `"sm_90"`, ..., so that anyone can cross-compile; None: that of the
@@ -57,7 +58,7 @@ def get_extern_libs(target: Any = None) -> dict[str, str]:
         BitcodeError: no bitcode for the target.
     """
     launch.refuse_interpreter()
-    libraries = launch.get_extern_libs(target)
+    libraries = launch.get_extern_libs(target, without_pe="any")
     slot = _slot(state.find())
     if slot is None:
         return libraries
@@ -100,6 +101,8 @@ def _chain(knob: str, hook: Any) -> None:
 def _on_load(module: Any, function: Any, name: str, metadata_group: dict[str, str], hash: str) -> None:
     """Triton has loaded a kernel, on the thread that is to launch it."""
     here = state.find()
+    if here is not None:
+        _check_provider(here, name, metadata_group)
     if here is not None and here.driver.name == "cpu":
         # the emulated device has told the module
         return
@@ -203,7 +206,23 @@ def _has_context(metadata_group: dict[str, str]) -> bool:
 
 def _linked_slot(metadata_group: dict[str, str]) -> int | None:
     """The slot of the copy that a kernel was linked with."""
-    (about,) = (path for name, path in metadata_group.items() if name.endswith(".json"))
-    libraries = dict(json.loads(Path(about).read_text()).get("extern_libs") or ())
-    found = re.fullmatch(r"pe(\d+)", Path(libraries.get(abi.LIBRARY, "")).parent.name)
+    found = re.fullmatch(r"pe(\d+)", Path(_library(metadata_group) or "").parent.name)
     return int(found[1]) if found else None
+
+
+def _library(metadata_group: dict[str, str]) -> str | None:
+    """Path of the device library that a kernel was linked with."""
+    (about,) = (path for name, path in metadata_group.items() if name.endswith(".json"))
+    return dict(json.loads(Path(about).read_text()).get("extern_libs") or ()).get(abi.LIBRARY)
+
+
+def _check_provider(here: PeState, name: str, metadata_group: dict[str, str]) -> None:
+    library = _library(metadata_group)
+    if library is None or not Path(library).is_file():
+        return
+    provider = bitcode.provider_of(library)
+    if provider not in ("any", here.provider):
+        raise StateError(
+            f"{name}: loaded by PE {here.pe}, linked with the device library for transport {provider}, want "
+            f"{here.provider}: call get_extern_libs() for each launch, in the program that runs as the PE"
+        )
