@@ -121,11 +121,15 @@ struct QueuePair {
     bad = {kOperation, what, want, got};
     bad_index = producer++;
   }
-  // Requests up to `candidate` are there to be taken. One slot is always free: else full would look like empty.
-  void advance(u64 candidate) {
+  // One slot is always free: else full would look like empty.
+  bool fits(u64 candidate) {
     u64 room = num_wqes - 1, under_way = candidate - retired;
-    if (under_way > room) return reject("requests under way: want at most {want}, got {got}", room, under_way);
-    if (candidate > producer) producer = candidate;
+    if (under_way > room) reject("requests under way: want at most {want}, got {got}", room, under_way);
+    return under_way <= room;
+  }
+  // requests up to `candidate` are there to be taken
+  void advance(u64 candidate) {
+    if (fits(candidate) && candidate > producer) producer = candidate;
   }
 };
 

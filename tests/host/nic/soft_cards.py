@@ -84,12 +84,13 @@ class QueuePair:
     peer: int
     num_wqes: int = 8
     num_cqes: int = 16
-    num_psns: int = 16
+    num_psns: int = 64
     mtu: int = 1024
     first: int = 0
     psn: int = 0
     posted: int = 0
     taken: int = 0
+    newest: Completion | None = None
     memory: dict[str, Memory] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -228,13 +229,12 @@ class QueuePair:
         return Completion(count, failed, struct.unpack(">I", entry[24:28])[0] if failed else 0)
 
     def last_completion(self) -> Completion:
-        """The newest there is."""
-        newest = self.completion()
-        if self.provider == "ionic":
-            following = newest
-            while following is not None:
-                newest, following = following, self.completion()
-        return newest if newest is not None else Completion(self.first, False, 0)
+        """The newest there has been."""
+        while (found := self.completion()) is not None:
+            self.newest = found
+            if self.provider != "ionic":
+                break
+        return self.newest or Completion(self.first, False, 0)
 
 
 class World:
