@@ -6,10 +6,8 @@ import ctypes
 import functools
 from typing import Any
 
-import llvmlite.binding as llvm
-
-from mori_triton import bitcode
 from mori_triton.errors import BitcodeError
+from mori_triton.host.native import Native
 from mori_triton.host.proxy import layout
 
 FILE = "proxy.bc"
@@ -30,22 +28,16 @@ class Engine:
     """
 
     def __init__(self) -> None:
-        path = bitcode.host_file(FILE)
-        module = llvm.parse_bitcode(path.read_bytes())
-        module.verify()
-        # kept: the code lives as long as it
-        self._engine = llvm.create_mcjit_compiler(module, bitcode.host_machine(2))
-        self._engine.finalize_object()
+        self._code = Native(FILE, _SIGNATURES)
         want = layout.words()
-        got = list((ctypes.c_uint32 * len(want)).from_address(self._engine.get_global_value_address(_LAYOUT)))
+        got = self._code.words(_LAYOUT, len(want))
         if got != want:
-            raise BitcodeError(f"{path}: {_LAYOUT}: want {want}, got {got}")
-        functions = {name: ctypes.CFUNCTYPE(*types)(self.address(name)) for name, types in _SIGNATURES.items()}
-        self.run, self.post, self.wait = functions.values()
+            raise BitcodeError(f"{self._code.path}: {_LAYOUT}: want {want}, got {got}")
+        self.run, self.post, self.wait = self._code.functions.values()
 
     def address(self, name: str) -> int:
         """Address of one of the file's functions."""
-        return self._engine.get_function_address(name)
+        return self._code.address(name)
 
 
 @functools.cache
