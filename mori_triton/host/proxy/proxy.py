@@ -6,14 +6,16 @@ import atexit
 import ctypes
 import threading
 from collections.abc import Mapping
+from typing import Any
 
-from mori_triton.errors import ArgumentError, DriverError, MoriError, PeerTimeout, StateError, require
+from mori_triton.errors import ArgumentError, MoriError, NetworkError, PeerTimeout, StateError, require
 from mori_triton.host.bootstrap.base import Bootstrap
 from mori_triton.host.proxy import layout
 from mori_triton.host.proxy.endpoints import Endpoints, ends_requests
 from mori_triton.host.proxy.engine import engine
 from mori_triton.host.proxy.layout import ErrorKind, Op
 from mori_triton.host.proxy.ring import ErrorRecord, Ring, descriptor
+from mori_triton.host.proxy.status import GONE
 
 # how long a failed world's loop may go on with what has been posted
 _ABANDON_S = 0.1
@@ -22,7 +24,7 @@ _GRACE_S = 1.0
 
 
 class Proxy:
-    """Collective to create: every PE, one process each, one version of UCX. The thread runs until `close`.
+    """Collective to create: every PE, one version of UCX. The thread runs until `close`.
 
     All operations are asynchronous: they return an index for `wait`. Offsets are in the heap of the other PE.
 
@@ -31,6 +33,7 @@ class Proxy:
         entries: slots of the ring, a power of two, the same on all PEs.
         timeout_s: limit of one operation and of waiting for room in the ring, above 0.
         options: UCX settings such as `{"TLS": "tcp"}`; what is not given is UCX's choice, or the environment's `UCX_*`.
+        memory: where the ring lies, as of `Ring`.
 
     Raises:
         HeapError: on every PE, when one of them has no UCX, cannot register its heap or cannot reach a peer.
@@ -45,10 +48,11 @@ class Proxy:
         entries: int = 1024,
         timeout_s: float = 30.0,
         options: Mapping[str, str] | None = None,
+        memory: Any = None,
     ) -> None:
         require(timeout_s > 0, "timeout_s", "a time above 0", timeout_s)
         self.bootstrap, self.pe, self.n_pes, self.timeout_s = bootstrap, bootstrap.pe, bootstrap.n_pes, timeout_s
-        self.ring = Ring(entries, self.n_pes)
+        self.ring = Ring(entries, self.n_pes, memory)
         self._engine = engine()
         self._peers = (layout.Peer * self.n_pes)()
         self._pending = (layout.Pending * entries)()
@@ -120,7 +124,7 @@ class Proxy:
         """Wait for one operation.
 
         Raises:
-            PeerTimeout, DriverError, ArgumentError: it failed, as `check` says.
+            PeerTimeout, NetworkError, ArgumentError: it failed, as `check` says.
         """
         self._check_open()
         # the loop gives up on every operation; a flush takes its time after those before it have had theirs
@@ -133,7 +137,7 @@ class Proxy:
         Raises:
             PeerTimeout: a peer is gone, or an operation took too long.
             ArgumentError: a descriptor asked for what there is not.
-            DriverError: any other error of UCX.
+            NetworkError: any other error of UCX.
         """
         records = self.ring.errors()
         for record in sorted(records, key=lambda record: record.operation != index):
@@ -154,8 +158,8 @@ class Proxy:
             return PeerTimeout(f"{what}: not finished within {self.timeout_s:g} s (after {record.elapsed_s:.3g} s)")
         text = f"{what}: failed after {record.elapsed_s:.3g} s: {self._describe(record.status)}"
         # what an operation is told may be less than what UCX knows of the peer
-        gone = {record.status, self._peers[record.pe].status} & _GONE
-        return PeerTimeout(text) if gone else DriverError(text)
+        gone = GONE & {record.status, self._peers[record.pe].status}
+        return PeerTimeout(text) if gone else NetworkError(text)
 
     def _check_open(self) -> None:
         if self._thread is None:
@@ -173,7 +177,7 @@ class Proxy:
         """Collective, unless `failed`: serve what has been posted, meet the peers, end the thread. Idempotent.
 
         Raises:
-            PeerTimeout, DriverError, ArgumentError: an operation failed; everything is given back all the same.
+            PeerTimeout, NetworkError, ArgumentError: an operation failed; everything is given back all the same.
         """
         if self._thread is None:
             return
@@ -185,7 +189,3 @@ class Proxy:
         finally:
             self._stop(_ABANDON_S)
             self._endpoints.close(cut=self.ring.in_flight > 0)
-
-
-# UCS_ERR_UNREACHABLE, TIMED_OUT, REJECTED, NOT_CONNECTED, CONNECTION_RESET, CANCELED; link and endpoint failures
-_GONE = {-6, -16, -20, -23, -24, -25, *range(-89, -39)}

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from mori_triton.errors import PeerTimeout
+from mori_triton.host.bootstrap.base import Bootstrap
 from mori_triton.host.bootstrap.tcp import TcpBootstrap, new_unique_id
 from mori_triton.host.proxy import Op, Proxy, descriptor
 from mori_triton.host.proxy.layout import Descriptor
@@ -30,9 +31,9 @@ LIMIT_S = 3.0
 class Here:
     """A PE: its bootstrap, heap (filled with the sentinel) and proxy."""
 
-    def __init__(self, unique_id: bytes, pe: int, n_pes: int, tls: str, **options) -> None:
-        self.boot = TcpBootstrap(unique_id, pe, n_pes, timeout_s=30)
-        self.pe, self.n_pes = pe, n_pes
+    def __init__(self, boot: Bootstrap, tls: str, **options) -> None:
+        self.boot = boot
+        self.pe, self.n_pes = boot.pe, boot.n_pes
         self.heap = np.frombuffer(mmap.mmap(-1, HEAP), np.uint8)
         self.heap[:] = SENTINEL
         self.boot.barrier()
@@ -363,15 +364,25 @@ OPTIONS = {"wrap": {"entries": 32, "timeout_s": 30.0}, "order": {"entries": 64, 
 CUT = {"killed", "stopped", "stopped_and_killed", "until_cut"}
 
 
+def run(name: str, boot: Bootstrap, tls: str) -> None:
+    """One program on the PE of this bootstrap."""
+    here = Here(boot, tls, **OPTIONS.get(name, {}))
+    try:
+        globals()[name](here)
+    except BaseException:
+        here.proxy.close(failed=True)
+        raise
+    here.proxy.close(failed=name in CUT)
+
+
 def main() -> None:
     name, given, pe, n_pes, tls = sys.argv[1:]
     unique_id = new_unique_id() if given == "new" else bytes.fromhex(given)
     if given == "new":
         print(unique_id.hex(), flush=True)
-    here = Here(unique_id, int(pe), int(n_pes), tls, **OPTIONS.get(name, {}))
-    globals()[name](here)
-    here.proxy.close(failed=name in CUT)
-    here.boot.close()
+    boot = TcpBootstrap(unique_id, int(pe), int(n_pes), timeout_s=30)
+    run(name, boot, tls)
+    boot.close()
     assert "torch" not in sys.modules
     assert ctypes.sizeof(Descriptor) == 64
     print("ok", flush=True)

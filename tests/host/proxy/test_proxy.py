@@ -17,6 +17,7 @@ from mori_triton.errors import ArgumentError, DriverError, HeapError, StateError
 from mori_triton.host.bootstrap.tcp import new_unique_id
 from mori_triton.host.bootstrap.threads import ThreadGroup
 from mori_triton.host.proxy import Op, Proxy, ucp_api
+from tests.host.proxy import programs
 from tests.host.proxy.ucx import needs_ucx
 
 pytestmark = [pytest.mark.cpu, needs_ucx]
@@ -63,6 +64,17 @@ def test_operations(name: str, n_pes: int, tls: str) -> None:
         assert status == 0, f"PE {pe}: {err}"
         # UCX writes its warnings there too
         assert out.endswith("ok\n")
+
+
+@pytest.mark.parametrize("tls", TLS)
+@pytest.mark.parametrize(
+    ("name", "n_pes"), [("copies", 3), ("atomics", 2), ("contention", 4), ("wrap", 2), ("order", 2)]
+)
+def test_operations_of_pes_in_one_process(name: str, n_pes: int, tls: str) -> None:
+    group = ThreadGroup(n_pes, timeout_s=30)
+    programs.run_threads(
+        [lambda pe=pe: programs.run(name, group.bootstrap(pe), TLS[tls]) for pe in range(n_pes)]
+    )  # fmt: skip
 
 
 def test_an_idle_proxy_sleeps() -> None:
