@@ -156,6 +156,9 @@ class Variable:
     field: str | None = None  # of Settings; None: read when it is needed, by a function below
 
 
+# how kernels reach PEs whose memory is not mapped; auto: whatever there is
+TRANSPORTS = ("auto", "p2p", "mlx5", "bnxt_re", "ionic", "proxy")
+
 VARIABLES = (
     Variable("MORI_SHMEM_HEAP_SIZE", "4G", _size, "symmetric heap of each PE, in bytes", "heap_bytes"),
     Variable("MORI_SHMEM_HEAP_TYPE", "uncached", _choice("uncached", "normal"), "memory kind of the heap", "heap_type"),
@@ -171,6 +174,7 @@ VARIABLES = (
     Variable("MORI_TRITON_GPUS_PER_NODE", None, _count, "PEs that reach each other by load/store", "gpus_per_node"),
     Variable("MORI_NODE_ID", None, _word, "identity of this node, instead of the boot id", "node_id"),
     Variable("MORI_DISABLE_P2P", "0", _flag, "no PE reaches another by load/store", "disable_p2p"),
+    Variable("MORI_TRITON_TRANSPORT", "auto", _choice(*TRANSPORTS), "way to PEs that are not mapped", "transport"),
     Variable("MORI_SOCKET_IFNAME", None, _names, "network interfaces for the bootstrap, in order", "socket_ifnames"),
     Variable("MORI_NUM_QP_PER_PE", "4", _count, "queue pairs to each PE", "num_qp_per_pe"),
     Variable("MORI_RDMA_DEVICES", None, _device_filter, "network cards to use", "rdma_devices"),
@@ -211,6 +215,7 @@ class Settings:
     gpus_per_node: int | None
     node_id: str | None
     disable_p2p: bool
+    transport: str
     socket_ifnames: tuple[str, ...] | None
     num_qp_per_pe: int
     rdma_devices: DeviceFilter | None

@@ -194,7 +194,7 @@ class FakeGpus:
         scheduler.bind(_Asynchronous())
 
     def attach(self, here: Any) -> Callable[[], None]:
-        device, regions = _thread.stream.device, here.heap.regions()
+        device, regions = _thread.stream.device, here.regions()
         device.label = f"PE {here.pe}"
         for region in regions:
             device.allow(region.address, region.num_bytes, region.name)

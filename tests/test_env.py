@@ -104,6 +104,11 @@ def test_seconds_as_argument():
         ("MORI_SOCKET_IFNAME", {"eth0, eth1 ,": ("eth0", "eth1")}, ["", ","]),
         ("MORI_NODE_ID", {" a ": "a"}, [""]),
         ("MORI_DISABLE_P2P", {"1": True, "on": True, "0": False, "": False, "No": False, "false": False}, []),
+        (
+            "MORI_TRITON_TRANSPORT",
+            {"mlx5": "mlx5", " Bnxt_RE ": "bnxt_re", "AUTO": "auto"},
+            ["", "rdma", "mlx5_0", "mlx5,proxy"],
+        ),
         ("TRITON_INTERPRET", {"1": True, "0": False}, []),
     ],
 )

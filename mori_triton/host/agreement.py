@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from mori_triton.errors import HeapError
+from mori_triton.errors import HeapError, MoriError, NotSupported
+from mori_triton.host.bootstrap.base import Bootstrap
+
+T = TypeVar("T")
 
 
 def agree(what: str, calls: list[dict[str, Any]]) -> None:
@@ -19,8 +24,29 @@ def agree(what: str, calls: list[dict[str, Any]]) -> None:
             )
 
 
-def all_fine(problems: list[str | None]) -> None:
-    """Raise `HeapError` with every PE's problem in setting up the heap, if any has one."""
+def all_fine(
+    problems: list[str | None], what: str = "the symmetric heap", error: type[MoriError] = HeapError
+) -> None:
+    """Raise `error` with every PE's problem in setting up `what`, if any has one."""
     if any(problems):
         each = "; ".join(f"PE {pe}: {text}" for pe, text in enumerate(problems) if text)
-        raise HeapError(f"the symmetric heap could not be set up ({each})")
+        raise error(f"{what} could not be set up ({each})")
+
+
+def together(bootstrap: Bootstrap, what: str, part: Callable[[], T]) -> T:
+    """Do this PE's part of setting up `what`; what it returned, when every PE has done its own. Collective.
+
+    Raises:
+        NotSupported: on every PE, when some cannot serve what is asked of them, and nothing else is wrong.
+        HeapError: on every PE, when any other error of the package came up on one; it has every PE's text.
+    """
+    result, problem, kind = None, None, ""
+    try:
+        result = part()
+    except MoriError as error:
+        problem, kind = str(error), "not supported" if isinstance(error, NotSupported) else "failed"
+    told = bootstrap.allgather(json.dumps([problem, kind]).encode(), f"set-up of {what}")
+    everyone = [json.loads(data) for data in told]
+    failed = any(kind == "failed" for _, kind in everyone)
+    all_fine([text for text, _ in everyone], what, HeapError if failed else NotSupported)
+    return result  # type: ignore[return-value]

@@ -1,17 +1,16 @@
 """The symmetric heap: one allocation per PE, mapped by the PEs that can reach it, handed out at equal offsets on all.
 
-Also the owner of a PE's device context (`ctx`, the tensor through which kernels and host meet) and of its error log.
+Also the owner of what its kernels know of it: `tables.PeTables`, the device context (`ctx`) and the error log.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import struct
 import zlib
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from mori_triton import abi
 from mori_triton.errors import ArgumentError, DriverError, HeapError, StateError, require
@@ -20,8 +19,8 @@ from mori_triton.host.agreement import agree, all_fine
 from mori_triton.host.allocator import Allocator, Block
 from mori_triton.host.bootstrap.base import Bootstrap
 from mori_triton.host.drivers.base import Driver, MemoryKind
-from mori_triton.host.error_log import ErrorLog
 from mori_triton.host.peers import Peers, undo_all
+from mori_triton.host.tables import PeTables, Region
 
 if TYPE_CHECKING:
     import torch
@@ -34,15 +33,6 @@ _SYNC_BYTES = abi.BARRIER_WORDS * 8
 def _largest_power(num_bytes: int) -> int:
     """The largest power of two not above `num_bytes`: the widest alignment inside a heap of that size."""
     return 1 << (num_bytes.bit_length() - 1)
-
-
-class Region(NamedTuple):
-    """Memory that kernels of a PE may touch: `pe` is the PE whose memory it is."""
-
-    address: int
-    num_bytes: int
-    name: str
-    pe: int
 
 
 class SymmetricHeap:
@@ -78,9 +68,8 @@ class SymmetricHeap:
         self._num_mallocs = 0
         self._freed: dict[int, Block] = {}
         self._closed = False
-        self._ctx: torch.Tensor | None = None
-        self._base = self._context_address = 0
-        self._errors: ErrorLog | None = None
+        self._base = 0
+        self._tables: PeTables | None = None
         self._peers: Peers | None = None
         mine = self._allocate(node, kind)
         try:
@@ -100,8 +89,7 @@ class SymmetricHeap:
             self._allocator = Allocator(self.num_bytes)
             alignment = max(4096, _largest_power(self.num_bytes))
             self._base = self.driver.alloc(self.num_bytes, kind=kind, alignment=alignment, exportable=True)
-            self._context_address = self.driver.alloc(self._context_bytes(), kind=MemoryKind.CACHED)
-            self._errors = ErrorLog(self.driver)
+            self._tables = PeTables(self.driver, self.pe, self.n_pes)
             self._peers = Peers(self.driver, self.pe, self.n_pes, self._base, self.num_bytes, _SYNC_BYTES)
             facts |= self._peers.offer()
             # what every heap can promise: the largest power of two that divides its address
@@ -133,28 +121,19 @@ class SymmetricHeap:
         self._peers.settle()
         all_fine([json.loads(text) for text in problems])
 
-    def _context_bytes(self) -> int:
-        return abi.CONTEXT_BYTES + self.n_pes * 8
-
     def _write_tables(self) -> None:
-        assert self._errors is not None
+        assert self._tables is not None
         sync = self._allocator.allocate(_SYNC_BYTES, DEFAULT_ALIGNMENT, SYNC_NAME)
         assert sync is not None
         self.driver.memset(self._base + sync.offset, 0, sync.num_bytes)
-        bases = self._context_address + abi.CONTEXT_BYTES
         ticks = 0 if self.timeout_s is None else max(1, math.ceil(self.timeout_s * self.driver.ticks_per_second))
-        packed = context.pack_context(
-            pe=self.pe,
-            n_pes=self.n_pes,
+        self._tables.write(
             heap_base=self._base,
             heap_size=self.num_bytes,
-            peer_bases=bases,
+            peer_bases=self._peer_bases,
             sync=self._base + sync.offset,
-            errors=self._errors.address,
             timeout_ticks=ticks,
         )
-        self.driver.write(self._context_address, packed)
-        self.driver.write(bases, struct.pack(f"<{self.n_pes}Q", *self._peer_bases))
         self.driver.synchronize()
 
     # allocation
@@ -247,20 +226,24 @@ class SymmetricHeap:
         return self._base
 
     @property
+    def _own(self) -> PeTables:
+        self._check_open()
+        assert self._tables is not None
+        return self._tables
+
+    @property
     def ctx_address(self) -> int:
         """Address of the device context."""
-        self._check_open()
-        return self._context_address
+        return self._own.address
 
     @property
     def ctx(self) -> torch.Tensor:
         """The device context as an int64 tensor, for kernels' first argument."""
-        self._check_open()
-        if self._ctx is None:
-            import torch
+        return self._own.ctx
 
-            self._ctx = self.driver.tensor(self._context_address, (abi.CONTEXT_BYTES // 8,), torch.int64)
-        return self._ctx
+    def set_network(self, address: int) -> None:
+        """Tell kernels where this PE's `Network` is, before the first of them starts; 0: there is none."""
+        self._own.set_network(address)
 
     @property
     def used_bytes(self) -> int:
@@ -328,32 +311,22 @@ class SymmetricHeap:
             for pe, base in enumerate(self._peer_bases)
             if base
         ]
-        return [
-            *regions,
-            Region(self._context_address, self._context_bytes(), f"context of PE {self.pe}", self.pe),
-            Region(self._log.address, abi.ERROR_LOG_SIZE, f"error log of PE {self.pe}", self.pe),
-        ]
+        return [*regions, *self._own.regions()]
 
     # errors of kernels
 
-    @property
-    def _log(self) -> ErrorLog:
-        self._check_open()
-        assert self._errors is not None
-        return self._errors
-
     def errors_pending(self) -> bool:
         """Whether kernels of this PE have recorded an error that nobody has taken. One look at memory, no waiting."""
-        return self._log.pending()
+        return self._own.errors.pending()
 
     @property
     def errors_taken(self) -> int:
         """How many errors of this PE's kernels have been taken since the heap was opened, by whoever took them."""
-        return self._log.num_taken
+        return self._own.errors.num_taken
 
     def take_errors(self) -> tuple[list[context.ErrorRecord], int]:
         """What kernels of this PE have recorded since the last call, and how many errors there were. Waits for none."""
-        return self._log.take(self.describe)
+        return self._own.errors.take(self.describe)
 
     def check_errors(self) -> None:
         """Raise what `context.error_of` makes of what this PE's kernels have recorded, if anything; clears it."""
@@ -383,12 +356,10 @@ class SymmetricHeap:
         return self._closed
 
     def _release(self) -> None:
-        self._ctx = None
         undo: list[Callable[[], None]] = [self._peers.disconnect] if self._peers is not None else []
-        undo += [partial(self.driver.free, own) for own in (self._context_address, self._base) if own]
-        if self._errors is not None:
-            undo.append(self._errors.close)
-        self._context_address, self._errors, self._peers = 0, None, None
+        undo += [self._tables.close] if self._tables is not None else []
+        undo += [partial(self.driver.free, self._base)] if self._base else []
+        self._tables, self._peers = None, None
         undo_all(undo)
 
     @property

@@ -15,11 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mori_triton import bitcode
 from mori_triton.env import Settings
 from mori_triton.errors import StateError
 from mori_triton.host.bootstrap.base import Bootstrap
 from mori_triton.host.drivers.base import Driver, MemoryKind
+from mori_triton.host.drivers.identity import process_identity
 from mori_triton.host.heap import SymmetricHeap
+from mori_triton.host.network import Fabric, Network, Site
+from mori_triton.host.network.choose import open_network
+from mori_triton.host.tables import Region
 
 # makes a PE's memory known to whatever runs its kernels; returns how to undo that
 Attach = Callable[["PeState"], Callable[[], None]]
@@ -43,6 +48,10 @@ class PeState:
     closed: bool = False
     # how the PEs of a world on GPUs in one process wait for each other; None: nobody has to
     rendezvous: Callable[[str], None] | None = None
+    # what PEs that are not mapped are reached through; None: not at all
+    network: Network | None = None
+    # what `open_state` was given
+    fabric: Fabric | None = None
     _detach: Callable[[], None] | None = None
 
     @property
@@ -57,6 +66,21 @@ class PeState:
     def timeout_s(self) -> float:
         """Limit of a wait in a kernel, in seconds."""
         return self.settings.wait_timeout_s
+
+    @property
+    def provider(self) -> str:
+        """Whose requests kernels write for PEs that are not mapped, of `abi.PROVIDERS`; "p2p": nobody's."""
+        return "p2p" if self.network is None else self.network.provider
+
+    def regions(self) -> list[Region]:
+        """Everything this PE's kernels may touch besides their own arguments."""
+        return self.heap.regions() + (self.network.regions() if self.network is not None else [])
+
+    def check_errors(self) -> None:
+        """Raise what kernels of this PE, or its network, have found wrong, if anything. Waits for nobody."""
+        self.heap.check_errors()
+        if self.network is not None:
+            self.network.check()
 
     @property
     def gpus_per_node(self) -> int:
@@ -95,11 +119,13 @@ class PeState:
                 for callback in reversed(self.on_close):
                     callback()
                 self.driver.synchronize()
+                if self.network is not None:
+                    self.network.quiet()
                 # before anybody frees: what a mapping is afterwards, GPU libraries do not say
                 self.heap.disconnect()
                 self.bootstrap.barrier("shmem finalize")
                 # what a kernel has recorded and nobody has asked for must not go down with the heap
-                self.heap.check_errors()
+                self.check_errors()
         finally:
             self.on_close.clear()
             self.extensions.clear()
@@ -108,13 +134,19 @@ class PeState:
     def _give_back(self) -> None:
         """Everything, also when a device that has failed does not take it."""
         try:
-            if self._detach is not None:
-                self._detach()
-            self.heap.close()
+            self._abandon()
         finally:
             if self.owns_bootstrap:
                 self.bootstrap.close()
                 self.driver.close()
+
+    def _abandon(self) -> None:
+        """What `open_state` has made, last first."""
+        if self._detach is not None:
+            self._detach()
+        if self.network is not None:
+            self.network.close()
+        self.heap.close()
 
 
 # called with every state that opens, on its PE's thread
@@ -127,34 +159,60 @@ def open_state(
     settings: Settings,
     *,
     attach: Attach | None = None,
+    fabric: Fabric | None = None,
     owns_bootstrap: bool = True,
 ) -> PeState:
-    """Build this PE's heap and context. Collective; errors are those of `SymmetricHeap`.
+    """Build this PE's heap, context and network. Collective; errors are those of `SymmetricHeap` and `open_network`.
 
+    `fabric`: what connects PEs that are not mapped; None: what `settings.transport` says.
     `owns_bootstrap`: `close` also ends bootstrap and driver; a world that outlives its PEs' finalize keeps them.
     """
-    heap = SymmetricHeap(
-        driver,
-        bootstrap,
-        settings.heap_bytes,
-        kind=MemoryKind.CACHED if settings.heap_type == "normal" else MemoryKind.UNCACHED,
-        timeout_s=settings.wait_timeout_s,
-        node=node_identity(settings.node_id),
-        gpus_per_node=settings.gpus_per_node,
-        reach_peers=not settings.disable_p2p,
-    )
-    state = PeState(bootstrap, driver, heap, settings, attach, owns_bootstrap)
+    node = node_identity(settings.node_id)
+    kind = MemoryKind.CACHED if settings.heap_type == "normal" else MemoryKind.UNCACHED
+    kind = kind if fabric is None else fabric.heap_kind or kind
+    state = PeState(bootstrap, driver, _open_heap(bootstrap, driver, settings, kind), settings, attach, owns_bootstrap)
+    state.fabric = fabric
+
+    def site(kind: MemoryKind) -> Site:
+        far = tuple(pe for pe in range(state.n_pes) if not state.heap.reaches(pe))
+        return Site(bootstrap, driver, state.heap.base, settings.heap_bytes, kind, far, node, settings)
+
+    def move(kind: MemoryKind) -> Site:
+        state.heap.disconnect()
+        bootstrap.barrier("heap given up for one of another kind")
+        state.heap.close()
+        state.heap = _open_heap(bootstrap, driver, settings, kind)
+        return site(kind)
+
     try:
+        state.network = open_network(site(kind), move, fabric)
+        if state.network is not None:
+            state.heap.set_network(state.network.address)
         if attach is not None:
             state._detach = attach(state)
         for tell in on_open:
             tell(state)
     except BaseException:
-        if state._detach is not None:
-            state._detach()
-        heap.close()
+        state._abandon()
         raise
     return state
+
+
+def _open_heap(bootstrap: Bootstrap, driver: Driver, settings: Settings, kind: MemoryKind) -> SymmetricHeap:
+    node = node_identity(settings.node_id)
+    if kind is MemoryKind.FINE_GRAINED and driver.name != "cpu":
+        # no other process can map it
+        node += f", process {process_identity()}"
+    return SymmetricHeap(
+        driver,
+        bootstrap,
+        settings.heap_bytes,
+        kind=kind,
+        timeout_s=settings.wait_timeout_s,
+        node=node,
+        gpus_per_node=settings.gpus_per_node,
+        reach_peers=not settings.disable_p2p,
+    )
 
 
 def node_identity(node_id: str | None, boot_id: str | None = None, host_name: str | None = None) -> str:
@@ -217,6 +275,15 @@ def current() -> PeState:
     if state.pid != os.getpid():
         raise StateError("shmem was initialised in the process this one was forked from; start processes with spawn")
     return state
+
+
+def _provider_here() -> str | None:
+    here = find()
+    return None if here is None else here.provider
+
+
+# kernels are linked by code that knows nothing of hosts
+bitcode.answer_provider(_provider_here)
 
 
 def _close_at_exit() -> None:

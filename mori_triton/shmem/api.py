@@ -107,7 +107,7 @@ def shmem_barrier_all() -> None:
     here = state.current()
     here.driver.synchronize()
     here.bootstrap.barrier("shmem_barrier_all")
-    here.heap.check_errors()
+    here.check_errors()
 
 
 def shmem_barrier_on_stream(stream: Any = None) -> None:
@@ -205,7 +205,11 @@ def _is_up() -> bool:
     old = state.bound()
     if old is None or old.owns_bootstrap:
         return False
-    state.bind(state.open_state(old.bootstrap, old.driver, old.settings, attach=old.attach, owns_bootstrap=False))
+    state.bind(
+        state.open_state(
+            old.bootstrap, old.driver, old.settings, attach=old.attach, fabric=old.fabric, owns_bootstrap=False
+        )
+    )
     return True
 
 
@@ -234,7 +238,7 @@ def _attach_emulator(here: state.PeState) -> Callable[[], None]:
         raise EnvError(f"MORI_TRITON_ARCH: {error}") from error
     device = emulator.current_device()
     device_of(device).set_global(abi.CONTEXT_SYMBOL, struct.pack("<Q", here.heap.ctx_address))
-    regions = here.heap.regions()
+    regions = here.regions()
     for region in regions:
         emulator.allow(device, region.address, region.num_bytes, region.name)
 

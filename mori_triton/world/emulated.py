@@ -16,7 +16,9 @@ from mori_triton.host import state
 from mori_triton.host.bootstrap.threads import ThreadGroup
 from mori_triton.host.drivers.base import Driver
 from mori_triton.host.drivers.cpu import CpuDriver
+from mori_triton.host.tables import Region
 from mori_triton.world.graph import CalledGraph, WorldGraph
+from mori_triton.world.network import WorldNetwork
 from mori_triton.world.run import Run
 
 if TYPE_CHECKING:
@@ -55,11 +57,22 @@ class EmulatedRun(Run):
         self.devices = devices.acquire(world.arch, world.n)
         for pe, device in enumerate(self.devices):
             device.label = f"PE {pe}"
+        wait = None if world.seed is None else scheduler.host_wait
+        self.network = WorldNetwork(self.settings.transport, world.network, wait)
+        hca = self.network.hca
         if world.seed is None:
+            if hca is not None:
+                hca.start()
             self.executors = [scheduler.Parallel(self.settings.wait_timeout_s + _GRACE_S) for _ in self.devices]
         else:
             self.coordinator = scheduler.Coordinator(world.n, world.seed, self.report, weak_memory=world.weak_memory)
             self.executors = list(self.coordinator.hosts)
+            weak = self.coordinator.weak
+            if hca is not None:
+                self.coordinator.agents.append(hca)
+                if weak is not None:
+                    for pe in range(world.n):
+                        hca.use_dma(pe, weak.dma(pe))
 
     def take_down(self) -> None:
         """See `Run`."""
@@ -92,23 +105,29 @@ class EmulatedRun(Run):
 
     def attach(self, here: state.PeState) -> Callable[[], None]:
         """Let this PE's kernels touch its own heap and every reachable peer's."""
-        device, regions = self.devices[here.pe], here.heap.regions()
+        device, regions = self.devices[here.pe], here.regions()
         for region in regions:
             device.allow(region.address, region.num_bytes, region.name)
         device.set_global(abi.CONTEXT_SYMBOL, here.heap.ctx_address.to_bytes(8, "little"))
         # in weak-memory mode a store to a PE's memory is in real memory once it has reached that PE
         weak = self.coordinator.weak if self.coordinator is not None else None
+        homes: list[Region] = []
         if weak is not None:
+            # what is not of the heap is the card's, which has it in memory of the host
+            shared = here.network.regions() if here.network is not None else []
             for region in regions:
                 if region.pe == here.pe:
-                    weak.set_home(region.address, region.num_bytes, here.pe)
+                    homes.append(region)
+                    home = weak.card(here.pe) if region in shared else here.pe
+                    weak.set_home(region.address, region.num_bytes, home)
 
         def detach() -> None:
             device.set_global(abi.CONTEXT_SYMBOL, bytes(8))
             for region in regions:
                 device.disallow(region.address)
-                if weak is not None and region.pe == here.pe:
-                    weak.forget(region.address, region.num_bytes)
+            for region in homes:
+                assert weak is not None
+                weak.forget(region.address, region.num_bytes)
 
         return detach
 

@@ -19,6 +19,7 @@ from mori_triton.host.bootstrap.threads import ThreadGroup
 from mori_triton.host.drivers.base import Driver
 from mori_triton.world.gpus import Gpus
 from mori_triton.world.graph import WorldGraph
+from mori_triton.world.network import WorldNetwork
 from mori_triton.world.run import Run
 
 if TYPE_CHECKING:
@@ -54,6 +55,9 @@ class GpuRun(Run):
     def set_up(self) -> None:
         """See `Run`."""
         self.gpus = Gpus(self.world.device)
+        self.network = WorldNetwork(self.settings.transport, self.world.network)
+        if self.network.hca is not None:
+            self.network.hca.start()
 
     def take_down(self) -> None:
         """See `Run`. Every device is idle."""

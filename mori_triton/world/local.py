@@ -11,13 +11,14 @@ him. The ops of this package see to it; for kernels of your own, `LocalWorld.pre
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mori_triton import env
 from mori_triton.emulator import device as devices
 from mori_triton.errors import ArgumentError, StateError, require
 from mori_triton.host import drivers
+from mori_triton.world import network as world_network
 from mori_triton.world.graph import WorldGraph
 from mori_triton.world.run import Run, running
 
@@ -36,6 +37,7 @@ def local_world(
     weak_memory: bool = False,
     timeout_s: float = 30.0,
     transport: str = "auto",
+    network: Mapping[str, Any] | None = None,
 ) -> LocalWorld:
     """A world of `n` PEs in this process; `.run(program, *args)` runs `program(pe, *args)` once per PE.
 
@@ -50,14 +52,18 @@ def local_world(
             seed alone.
         weak_memory: "cpu" only: stores and loads may be seen as late as the memory model allows; needs a seed.
         timeout_s: limit of every wait in a kernel and of every host collective, in seconds; virtual time with a seed.
-        transport: "auto" or "p2p": how kernels reach a peer. There is no other yet.
+        transport: how kernels reach PEs that are not mapped: "mlx5", "bnxt_re" or "ionic", queue pairs of such a card,
+            which a thread of this process stands in for; "proxy", UCX on a thread for each PE; "p2p", not at all;
+            "auto": "mlx5" if there are such PEs. With one of the first four and no `gpus_per_node` each PE is a node.
+        network: options of the transport (docs/worlds.md): `late`, `seed`, `num_wqes`, `faults`; of "proxy": `entries`,
+            `options`.
 
     Raises: `ArgumentError` for a value that cannot be, and for a GPU that is not there.
     """
     if device == "auto":
         emulated = arch is not None or seed is not None or weak_memory
         device = "cpu" if emulated else drivers.default_device()
-    return LocalWorld(n, device, heap_size, gpus_per_node, arch, seed, weak_memory, timeout_s, transport)
+    return LocalWorld(n, device, heap_size, gpus_per_node, arch, seed, weak_memory, timeout_s, transport, network)
 
 
 def current_world() -> LocalWorld:
@@ -85,6 +91,7 @@ class LocalWorld:
     weak_memory: bool
     timeout_s: float
     transport: str
+    network: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         require(_is_count(self.n), "n", "a number of PEs from 1", repr(self.n))
@@ -97,7 +104,21 @@ class LocalWorld:
         else:
             self._check_gpu()
         env.parse_seconds(self.timeout_s, "timeout_s")
-        require(self.transport in ("auto", "p2p"), "transport", '"auto" or "p2p"', repr(self.transport))
+        require(self.transport in env.TRANSPORTS, "transport", " or ".join(env.TRANSPORTS), repr(self.transport))
+        if self.transport == "proxy":
+            ok = self.seed is None
+            require(ok, "transport", '"mlx5", "bnxt_re" or "ionic" with a seed: UCX runs in real time', '"proxy"')
+        if self.transport not in ("auto", "p2p") and self.gpus_per_node is None:
+            object.__setattr__(self, "gpus_per_node", 1)
+        world_network.check_options(self.way, self.network)
+
+    @property
+    def way(self) -> str:
+        """What `transport` stands for here: "p2p", "proxy" or one of the cards."""
+        if self.transport != "auto":
+            return self.transport
+        mapped = (self.gpus_per_node or self.n) >= self.n and not env.get("MORI_DISABLE_P2P")
+        return "p2p" if mapped else world_network.DEFAULT
 
     def _check_emulated(self) -> None:
         arch = DEFAULT_ARCH if self.arch is None else self.arch

@@ -19,6 +19,7 @@ from mori_triton.host import context, state
 from mori_triton.host.bootstrap.base import Bootstrap
 from mori_triton.host.bootstrap.threads import ThreadGroup
 from mori_triton.host.drivers.base import Driver
+from mori_triton.world.network import WorldNetwork
 
 if TYPE_CHECKING:
     from mori_triton.world.graph import WorldGraph
@@ -51,6 +52,8 @@ class Run(ABC):
         self.later: list[tuple[int, PeerTimeout]] = []
         # what went wrong while the world was taken down
         self.remains: list[DriverError] = []
+        # what the network cards have said
+        self.card_errors: list[str] = []
         self._lock = threading.Lock()
         # whoever is last of the caller and the PEs takes the world down
         self._num_holders = 1
@@ -60,9 +63,11 @@ class Run(ABC):
             wait_timeout_s=env.parse_seconds(world.timeout_s, "timeout_s"),
             gpus_per_node=world.gpus_per_node,
             device=world.device,
+            transport=world.way,
         )
         self.settings = settings if world.arch is None else dataclasses.replace(settings, arch=world.arch)
         self.group = self.new_group()
+        self.network: WorldNetwork | None = None
 
     # ---------------------------------------------------------------------------------------------- for subclasses
     def new_group(self) -> ThreadGroup:
@@ -71,7 +76,7 @@ class Run(ABC):
 
     @abstractmethod
     def set_up(self) -> None:
-        """Before the PEs' threads start."""
+        """Before the PEs' threads start. Sets `network`."""
 
     @abstractmethod
     def take_down(self) -> None:
@@ -176,7 +181,10 @@ class Run(ABC):
                 self._let_go()
 
     def _open(self, bootstrap: Bootstrap, driver: Driver) -> None:
-        state.bind(state.open_state(bootstrap, driver, self.settings, attach=self._attach, owns_bootstrap=False))
+        fabric = self.network.fabric if self.network is not None else None
+        state.bind(
+            state.open_state(bootstrap, driver, self.settings, attach=self._attach, fabric=fabric, owns_bootstrap=False)
+        )
 
     def _attach(self, here: state.PeState) -> Callable[[], None]:
         undo = self.attach(here)
@@ -204,6 +212,10 @@ class Run(ABC):
         for driver in self.drivers:
             if driver is not None:
                 self._try(driver.close)
+        if self.network is not None:
+            # PEs have given back what they had of it
+            self.card_errors = self.network.errors()
+            self.network.close()
         self.take_down()
 
     def _try(self, call: Callable[[], None]) -> None:
@@ -253,6 +265,7 @@ class Run(ABC):
             said = "\n".join([str(error), *later])
             notes += [line for line in lines if line not in said]
             notes += later
+            notes += [line for line in self.card_errors if line not in said]
         if self.remains:
             more = f" (and {len(self.remains) - 1} more errors)" if len(self.remains) > 1 else ""
             notes.append(f"while the world was taken down: {self.remains[0]}{more}")

@@ -90,7 +90,7 @@ def test_unreachable_peers(options):
                     heap.peer_tensor(tensor, peer)
         assert {region.pe for region in heap.regions()} == {peer for peer in range(4) if same[peer]}
 
-    run_world(4, program, **options)
+    run_world(4, program, transport="p2p", **options)
 
 
 def test_different_nodes_by_id():
@@ -113,7 +113,7 @@ def test_context_holds_what_the_table_says():
         assert ctx.data_ptr() == heap.ctx_address
         raw = ctx.numpy().tobytes()
         assert len(raw) == 128
-        assert struct.unpack_from("<IiiI", raw) == (1, here.pe, 3, 0)
+        assert struct.unpack_from("<IiiI", raw) == (2, here.pe, 3, 0)
         base, size, peers, sync, errors, ticks, reserved = struct.unpack_from("<7Q", raw, 16)
         assert (base, size, ticks, reserved) == (heap.base, 1 << 20, 500_000_000, 0)
         assert raw[72:] == bytes(56)

@@ -177,7 +177,7 @@ def test_fields():
     def program(here):
         return here.pe, here.n_pes, here.node, here.gpus_per_node, here.timeout_s
 
-    assert run_world(4, program, gpus_per_node=2)[3] == (3, 4, 1, 2, 5.0)
+    assert run_world(4, program, gpus_per_node=2, transport="p2p")[3] == (3, 4, 1, 2, 5.0)
     assert run_world(2, program)[1] == (1, 2, 0, 2, 5.0)
 
 

@@ -21,8 +21,8 @@ class MemoryKind(enum.Enum):
     """How the device may cache an allocation that others write or read.
 
     CACHED and UNCACHED are memory of the device. FINE_GRAINED is memory that host and device see at once, also while a
-    kernel runs (`host_view`): for words, and for data where a thread of the host stands in for a network card. It can be
-    exported to PEs of the same process only.
+    kernel runs (`host_view`): for words, and for data where a thread of the host stands in for a network card. It
+    can be exported to PEs of the same process only.
     """
 
     CACHED = "cached"

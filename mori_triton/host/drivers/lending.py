@@ -1,4 +1,4 @@
-"""What a GPU and RDMA devices lend each other: the GPU's memory as a dma-buf, and doorbells and rings that it is to reach."""
+"""What a GPU and RDMA devices lend each other: the GPU's memory as a dma-buf, doorbells and rings for its kernels."""
 
 from __future__ import annotations
 

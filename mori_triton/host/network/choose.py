@@ -1,0 +1,143 @@
+"""Which transport a world's PEs take to those that they do not map: what is asked for, or what is there."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mori_triton.env import TRANSPORTS, Settings
+from mori_triton.errors import HeapError, NotSupported, StateError
+from mori_triton.host.agreement import agree, together
+from mori_triton.host.drivers.base import MemoryKind
+from mori_triton.host.network import Network
+from mori_triton.host.network.fabric import Fabric, Links, Site
+from mori_triton.host.network.queue_pairs import QueuePairLinks
+from mori_triton.host.nic.agree import LIBRARIES, own_link, postable_links
+from mori_triton.host.nic.card import NicCard
+from mori_triton.host.nic.discover import SYSFS, discover
+from mori_triton.host.nic.select import Link, filter_devices, links
+from mori_triton.host.proxy.fabric import ProxyFabric, unavailable
+
+_VARIABLE = "MORI_TRITON_TRANSPORT"
+# what is tried first
+CARDS = tuple(LIBRARIES)
+
+Move = Callable[[MemoryKind], Site]
+"""Give the heap up for a new one of this kind. Collective."""
+
+
+def open_network(site: Site, move: Move, fabric: Fabric | None = None, root: Path = SYSFS) -> Network | None:
+    """Connect the PEs of a world; None where all reach each other, or are to do with those they reach. Collective.
+
+    Args:
+        move: for a transport that wants the heap in other memory than it is in.
+        fabric: what to use instead of looking for one.
+        root: of sysfs.
+
+    Raises:
+        HeapError, NotSupported, StateError: on every PE, when what is asked for, or everything, is missing on one.
+    """
+    if site.n_pes == 1:
+        return None
+    same = {"transport": site.settings.transport, "queue pairs to each PE": site.settings.num_qp_per_pe}
+    mine = {"far": len(site.peers), "same": same}
+    told = site.bootstrap.allgather(json.dumps(mine).encode(), "choice of transport")
+    everyone = [json.loads(data) for data in told]
+    agree("choice of transport", [one["same"] for one in everyone])
+    transport = site.settings.transport
+    if transport == "p2p" or not any(one["far"] for one in everyone):
+        return None
+    if fabric is not None:
+        return _over(fabric, site, move)
+    if transport in CARDS:
+        return _over(CardFabric(transport, root), site, move)
+    if transport == "proxy":
+        return _over(ProxyFabric(), site, move)
+    assert transport == "auto", f"{transport} is not one of {TRANSPORTS}"
+    return _best(site, move, root)
+
+
+def _over(fabric: Fabric, site: Site, move: Move) -> Network:
+    kind = fabric.heap_kind
+    # to the CPU all memory is of one kind
+    if kind is None or kind is site.kind or site.driver.name == "cpu":
+        return Network(fabric, site)
+    return Network(fabric, move(kind))
+
+
+def _best(site: Site, move: Move, root: Path) -> Network:
+    """A network over cards if all PEs have some of one kind, else over the proxy."""
+    usable, reason = together(site.bootstrap, "the choice of network cards", lambda: usable_cards(site.settings, root))
+    mine = {"cards": sorted({link.device.provider for link in usable}), "reason": reason, "proxy": unavailable()}
+    told = site.bootstrap.allgather(json.dumps(mine).encode(), "transports that there are")
+    everyone = [json.loads(data) for data in told]
+    common = [card for card in CARDS if all(card in one["cards"] for one in everyone)]
+    if common:
+        try:
+            return _over(CardFabric(common[0], root), site, move)
+        except (HeapError, NotSupported, StateError) as error:
+            # the same on every PE
+            why = str(error)
+    else:
+        why = _each([one["reason"] or f"has {', '.join(one['cards'])} cards only" for one in everyone])
+    lacking = [one["proxy"] for one in everyone]
+    if any(lacking):
+        raise HeapError(
+            f"PEs of this world do not reach each other by load and store, and there is no other transport: no network "
+            f"cards ({why}), no proxy ({_each(lacking)}). {_VARIABLE}=p2p does without those PEs"
+        )
+    if site.pe == 0:
+        warnings.warn(
+            f"no network card is used ({why}); PEs that do not reach each other by load and store go through the "
+            f"proxy, a host thread with UCX, which is slower. {_VARIABLE}=proxy asks for that",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return _over(ProxyFabric(), site, move)
+
+
+def _each(texts: Sequence[Any]) -> str:
+    """The texts of all PEs; once, if all have the same."""
+    if len(set(texts)) == 1:
+        return f"on every PE: {texts[0]}"
+    return "; ".join(f"PE {pe}: {text}" for pe, text in enumerate(texts) if text)
+
+
+def usable_cards(settings: Settings, root: Path = SYSFS) -> tuple[tuple[Link, ...], str | None]:
+    """The links to whose cards kernels of this PE may post; why there is none, or None.
+
+    Raises:
+        EnvError: `MORI_RDMA_DEVICES` asks for what there is not.
+    """
+    chosen = filter_devices(discover(root), settings.rdma_devices)
+    try:
+        usable, reasons = postable_links(links(chosen), settings.ibverbs_lib)
+    except StateError as error:
+        return (), str(error)
+    return usable, None if usable else "; ".join(reasons)
+
+
+class CardFabric:
+    """Queue pairs of real cards of one kind, one card for each GPU. `name`: of `CARDS`."""
+
+    heap_kind = None
+
+    def __init__(self, name: str, root: Path = SYSFS) -> None:
+        self.name, self._root = name, root
+
+    def open(self, site: Site) -> Links:
+        """See `Fabric`."""
+        candidates = together(site.bootstrap, f"the network over {self.name}", lambda: self._candidates(site.settings))
+        link = own_link(site.bootstrap, site.node, site.driver.pci_address, candidates, self._root)
+        return QueuePairLinks(site, self.name, lambda: NicCard(site.driver, link, site.settings))
+
+    def _candidates(self, settings: Settings) -> tuple[Link, ...]:
+        usable, reason = usable_cards(settings, self._root)
+        mine = tuple(link for link in usable if link.device.provider == self.name)
+        if not mine:
+            there = reason or f"those that there are, are others: {', '.join(map(str, usable))}"
+            raise StateError(f"no {self.name} card: {there}")
+        return mine
