@@ -43,8 +43,8 @@ MORI_INLINE bool is_over_network(u64 there) { return build_provider() != kP2p &&
 // translate(), or kOverNetwork for a PE that is not mapped and can be reached
 MORI_BODY u64 locate(Ctx ctx, u64 address, u64 num_bytes, i32 pe) {
   u64 there = translate(ctx, address, num_bytes, pe);
-  // the second look is at what the first one has loaded, and costs the mapped path nothing
-  if (there == 0 && has_network(ctx) && (u32)pe < (u32)fixed(&ctx->n_pes) && is_symmetric(ctx, address, num_bytes))
+  // asked first, so that a build without a network keeps nothing of the rest
+  if (has_network(ctx) && there == 0 && (u32)pe < (u32)fixed(&ctx->n_pes) && is_symmetric(ctx, address, num_bytes))
     return kOverNetwork;
   return there;
 }
@@ -53,7 +53,7 @@ MORI_BODY u64 locate(Ctx ctx, u64 address, u64 num_bytes, i32 pe) {
 MORI_BODY u64 locate_or_report(Call call, u64 address, u64 num_bytes, u32 alignment, i32 pe) {
   u64 there = locate(call.ctx, address, num_bytes, pe);
   if (address % alignment != 0) there = 0;
-  if (there == 0) report(call, kRefused, pe, 0, address, num_bytes, 0);
+  if (there == 0 && is_elected()) report_by_one(call, kRefused, pe, 0, address, num_bytes, 0, 0);
   return there;
 }
 
