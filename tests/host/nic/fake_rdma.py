@@ -104,7 +104,7 @@ class FakeVerbs(FakeLibrary):
 
     def __init__(self, names: tuple[str, ...] = ("mlx5_0", "mlx5_1"), **options) -> None:
         super().__init__(**options)
-        self.names, self.port_state = names, verbs_api.PORT_ACTIVE
+        self.names, self.port_state, self.atomic_cap = names, verbs_api.PORT_ACTIVE, 1
         self.attributes: list[tuple[verbs_api.QpAttr, int]] = []
         self._keys = itertools.count(1)
 
@@ -128,6 +128,7 @@ class FakeVerbs(FakeLibrary):
 
     def do_query_device(self, context, out):
         out[0].vendor_id, out[0].max_qp_rd_atom, out[0].phys_port_cnt = 0x02C9, 16, 1
+        out[0].atomic_cap = self.atomic_cap
         return 0
 
     def do_query_port(self, context, number, out):
