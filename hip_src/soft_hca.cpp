@@ -203,7 +203,7 @@ SOFT_EXPORT u32 mori_soft_hca_add_queue_pair(Hca* h, const u64* dma, const u64* 
   q->dma = dma_of(dma);
   q->named_index = q->bad_index = q->inject_index = kNever;
   do {
-    h->last_number = h->last_number + 1 & 0xfffff;
+    h->last_number = (h->last_number + 1) & 0xfffff;
   } while (h->last_number == 0 || find(h, h->last_number));
   q->number = h->last_number;
   q->seen = read64(q->dma, q->doorbell);

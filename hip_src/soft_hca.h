@@ -5,7 +5,6 @@
 #pragma once
 
 extern "C" {
-void* memcpy(void*, const void*, __SIZE_TYPE__);
 void* calloc(__SIZE_TYPE__, __SIZE_TYPE__);
 void free(void*);
 int sched_yield(void);

@@ -60,7 +60,7 @@ inline void bnxt_decode(QueuePair* q, Message* m) {
       m->lkey = le32(w + 40);
       want_same_length(m, le32(w + 44));
     } else if (m->refusal.fault == kNone) {
-      memcpy(m->data, w + 32, m->bytes);
+      __builtin_memcpy(m->data, w + 32, m->bytes);
       want_zero(m, w, 32 + m->bytes, 48);
     }
   } else {

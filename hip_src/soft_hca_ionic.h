@@ -46,7 +46,7 @@ inline void ionic_decode(QueuePair* q, Message* m) {
       want_same_length(m, be32(w + 40));
       want_zero(m, w, 48, 64);
     } else if (m->refusal.fault == kNone) {
-      memcpy(m->data, w + 32, m->bytes);
+      __builtin_memcpy(m->data, w + 32, m->bytes);
       want_zero(m, w, 32 + m->bytes, 64);
     }
   } else if (opcode == 0x04 || opcode == 0x05) {

@@ -25,9 +25,9 @@ inline bool move_one(u64* address, u64* bytes, u8** host, bool load) {
   T value;
   if (load) {
     value = __atomic_load_n(reinterpret_cast<T*>(*address), __ATOMIC_ACQUIRE);
-    memcpy(*host, &value, sizeof(T));
+    __builtin_memcpy(*host, &value, sizeof(T));
   } else {
-    memcpy(&value, *host, sizeof(T));
+    __builtin_memcpy(&value, *host, sizeof(T));
     __atomic_store_n(reinterpret_cast<T*>(*address), value, __ATOMIC_RELEASE);
   }
   *address += sizeof(T);
@@ -60,7 +60,7 @@ inline Dma dma_of(const u64* words) {
   if (!words) return {nullptr, plain_read, plain_write, plain_atomic};
   Dma dma;
   static_assert(sizeof(dma) == 32, "four words");
-  memcpy(&dma, words, sizeof(dma));
+  __builtin_memcpy(&dma, words, sizeof(dma));
   return dma;
 }
 

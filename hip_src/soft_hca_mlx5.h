@@ -61,7 +61,7 @@ inline void mlx5_decode(QueuePair* q, Message* m) {
     m->bytes = be32(w + 32) & 0x7fffffff;
     want_length(m, 28);
     if (m->refusal.fault == kNone) {
-      memcpy(m->data, w + 36, m->bytes);
+      __builtin_memcpy(m->data, w + 36, m->bytes);
       want_zero(m, w, 36 + m->bytes, 64);
       want_ds = 2 + static_cast<u32>((4 + m->bytes + 15) / 16);
     }

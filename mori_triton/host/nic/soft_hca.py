@@ -9,6 +9,7 @@ import atexit
 import ctypes
 import functools
 import threading
+import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -128,6 +129,9 @@ class SoftHca:
         self._hca: int | None = self._code["mori_soft_hca_new"](late, seed % (1 << 64))
         if self._hca is None:
             raise MemoryError("soft HCA")
+        # also for one that nobody closes; at the process' end there may be no code any more that could be called
+        self._free = weakref.finalize(self, self._code["mori_soft_hca_free"], self._hca)
+        self._free.atexit = False
 
     def __enter__(self) -> SoftHca:
         return self
@@ -273,11 +277,10 @@ class SoftHca:
         """Stop and forget everything. Idempotent."""
         with self._lock:
             self.stop()
-            if self._hca is not None:
-                self._call("free")
-                self._hca = None
-                self._queue_pairs.clear()
-                self._dma.clear()
+            self._free()
+            self._hca = None
+            self._queue_pairs.clear()
+            self._dma.clear()
 
     # ---------------------------------------------------------------------------------------------------------- reports
     def inject(self, number: int, fault: str = "retry", index: int | None = None) -> None:
