@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,7 @@ from mori_triton.host.bootstrap.threads import ThreadGroup
 from mori_triton.host.proxy import Op, Proxy, ucp_api
 from tests.host.proxy import programs
 from tests.host.proxy.ucx import needs_ucx
+from tests.two_hosts import ip, two_hosts  # noqa: F401
 
 pytestmark = [pytest.mark.cpu, needs_ucx]
 
@@ -160,47 +158,8 @@ def test_time_out_of_nothing_is_refused() -> None:
         alone(timeout_s=0)
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
-
-
-def runs(name: str) -> bool:
-    shown = subprocess.run(
-        ["ip", "-n", name, "-br", "link", "show", "dev", name], check=True, capture_output=True, text=True
-    )
-    return shown.stdout.split()[1] == "UP"
-
-
-@pytest.fixture
-def two_hosts():
-    """Two network namespaces that a veth pair joins: names, and the interface of each."""
-    if shutil.which("ip") is None:
-        pytest.skip("two hosts: there is no `ip` (iproute2) here")
-    names = [f"mori{os.getpid()}{side}" for side in "ab"]
-    try:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-            ip("link", "add", names[0], "netns", names[0], "type", "veth", "peer", "name", names[1], "netns", names[1])
-        except (subprocess.CalledProcessError, OSError) as error:
-            pytest.skip(f"two hosts: no rights to make network namespaces: {getattr(error, 'stderr', error)}")
-        for i, name in enumerate(names):
-            ip("-n", name, "addr", "add", f"10.213.77.{i + 1}/24", "dev", name)
-            ip("-n", name, "link", "set", name, "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        # an interface that is up counts as running a little later, and UCX takes running ones only
-        limit = time.monotonic() + 10
-        while not all(runs(name) for name in names):
-            assert time.monotonic() < limit, "the interfaces do not come up"
-            time.sleep(0.05)
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-
-
 @pytest.mark.parametrize("cut", [False, True], ids=["copies", "link cut"])
-def test_two_hosts(two_hosts, cut: bool) -> None:
+def test_two_hosts(two_hosts, cut: bool) -> None:  # noqa: F811
     program = "until_cut" if cut else "copies"
 
     def there(pe: int, unique_id: str) -> subprocess.Popen:
