@@ -20,6 +20,7 @@ from mori_triton.host.allocator import Allocator, Block
 from mori_triton.host.bootstrap.base import Bootstrap
 from mori_triton.host.drivers.base import Driver, MemoryKind
 from mori_triton.host.peers import Peers, undo_all
+from mori_triton.host.profile import Operation
 from mori_triton.host.tables import PeTables, Region
 
 if TYPE_CHECKING:
@@ -313,7 +314,13 @@ class SymmetricHeap:
         ]
         return [*regions, *self._own.regions()]
 
-    # errors of kernels
+    # what kernels write down
+
+    def take_profile(self) -> tuple[list[Operation], int]:
+        """What this PE's kernels have logged since the last call if they are a profiler build, and how many operations
+        found no room. Waits for the device.
+        """
+        return self._own.profile.take()
 
     def errors_pending(self) -> bool:
         """Whether kernels of this PE have recorded an error that nobody has taken. One look at memory, no waiting."""

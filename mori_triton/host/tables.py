@@ -1,9 +1,9 @@
-"""What a PE's kernels know of their world, in memory of its device: context, table of peers, error log."""
+"""What a PE's kernels know of their world, in memory of its device: context, table of peers, logs."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,6 +13,7 @@ from mori_triton.host import context
 from mori_triton.host.drivers.base import Driver, MemoryKind
 from mori_triton.host.error_log import ErrorLog
 from mori_triton.host.peers import undo_all
+from mori_triton.host.profile import ProfileLog
 
 if TYPE_CHECKING:
     import torch
@@ -35,10 +36,13 @@ class PeTables:
         self._ctx: torch.Tensor | None = None
         self._num_bytes = abi.CONTEXT_BYTES + n_pes * 8
         self.address = driver.alloc(self._num_bytes, kind=MemoryKind.CACHED)
+        undo: list[Callable[[], None]] = [partial(driver.free, self.address)]
         try:
             self.errors = ErrorLog(driver)
+            undo.append(self.errors.close)
+            self.profile = ProfileLog(driver, pe)
         except DriverError:
-            driver.free(self.address)
+            undo_all(undo)
             raise
 
     def write(
@@ -55,6 +59,7 @@ class PeTables:
             sync=sync,
             errors=self.errors.address,
             timeout_ticks=timeout_ticks,
+            profile=self.profile.address,
         )
         self._driver.write(self.address, packed)
         self._driver.write(bases, struct.pack(f"<{self._n_pes}Q", *peer_bases))
@@ -77,9 +82,10 @@ class PeTables:
         return [
             Region(self.address, self._num_bytes, f"context of PE {self._pe}", self._pe),
             Region(self.errors.address, abi.ERROR_LOG_SIZE, f"error log of PE {self._pe}", self._pe),
+            Region(self.profile.address, self.profile.num_bytes, f"profile of PE {self._pe}", self._pe),
         ]
 
     def close(self) -> None:
         """Give the memory back."""
         self._ctx = None
-        undo_all([partial(self._driver.free, self.address), self.errors.close])
+        undo_all([partial(self._driver.free, self.address), self.errors.close, self.profile.close])

@@ -131,6 +131,7 @@ def test_waits_compare_signed_and_return_what_they_saw(arch: str) -> None:
                         "seen": seen % 2**64,
                         "compare": COMPARES[name],
                         "sequence": 1,
+                        "symbol": 0,
                     }
                     assert records[0] == want
 

@@ -114,20 +114,23 @@ def test_context_holds_what_the_table_says():
         raw = ctx.numpy().tobytes()
         assert len(raw) == 128
         assert struct.unpack_from("<IiiI", raw) == (2, here.pe, 3, 0)
-        base, size, peers, sync, errors, ticks, reserved = struct.unpack_from("<7Q", raw, 16)
-        assert (base, size, ticks, reserved) == (heap.base, 1 << 20, 500_000_000, 0)
-        assert raw[72:] == bytes(56)
+        base, size, peers, sync, errors, ticks, network, profile = struct.unpack_from("<8Q", raw, 16)
+        assert (base, size, ticks, network) == (heap.base, 1 << 20, 500_000_000, 0)
+        assert raw[80:] == bytes(48)
         bases = struct.unpack("<3Q", here.driver.read(peers, 24))
         assert bases == tuple(heap.peer_address(heap.base, peer) for peer in range(3))
         assert heap.contains(sync, 512)
         assert here.driver.read(sync, 512) == bytes(512)
         assert here.driver.read(errors, 16) == struct.pack("<QQ", 0, abi.ERROR_CAPACITY)
+        count, room = struct.unpack("<QQ", here.driver.read(profile, 16))
+        assert (count, room > 1000) == (0, True)
         # everything a kernel may touch is listed once, and nothing overlaps
         regions = sorted(heap.regions())
         for address, num_bytes in (
             (ctx.data_ptr(), 128),
             (peers, 24),
             (errors, abi.ERROR_LOG_SIZE),
+            (profile, 16 + room * abi.PROFILE_RECORD_SIZE),
             (sync, 512),
             (bases[1], size),
         ):
@@ -259,7 +262,7 @@ def test_peers_are_unmapped_before_anybody_frees():
         heap.check_errors()
         rows.fill_(pe)
         heap.close()
-        assert [name for name, _ in log[2:]] == ["free"] * 3
+        assert [name for name, _ in log[2:]] == ["free"] * 4
 
     group = ThreadGroup(3, timeout_s=5)
     run_threads(3, program)
