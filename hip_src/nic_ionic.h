@@ -40,30 +40,38 @@ MORI_INLINE void ring(Call call, u64 queue, u64 posted) {
                     fixed(&facts(queue)->doorbell_value) | (posted & (fixed(&facts(queue)->num_wqes) - 1)));
 }
 
-// Completions are taken by one at a time. Whoever does not get to it need not: all who wait come again.
+// Completions are taken by one at a time, who alone changes `done`. Whoever does not get to it need not: all who wait come again.
+// They are given back before `done` makes room for more, so the card never has more of them than requests.
 MORI_INLINE void poll(Call call, u64 queue, i32 pe) {
   u32 num_cqes = fixed(&facts(queue)->num_cqes);
   u64 polling = MORI_WORD(queue, polling);
   if (compare_swap_system<u64>(polling, 0, 1) != 0) return;
   acquire_from_system();
   u64 consumed = load_system<u64>(MORI_WORD(queue, consumed)), taken = consumed;
+  u64 before = load_first<u64>(MORI_WORD(queue, done)), delta = 0, failed = 0, status = 0;
+  bool has_failed = false;
 #pragma clang loop unroll(disable)
   for (;; ++taken) {
-    u64 before = load_first<u64>(MORI_WORD(queue, done));
     u64 cqe = fixed(&facts(queue)->cq) + (taken & (num_cqes - 1)) * 32;
     u32 flags = swap_bytes(load_first<u32>(cqe + 28));
     if ((flags & 1) != ((taken & num_cqes) == 0 ? 1u : 0u)) break;
-    u64 delta = (swap_bytes(load_system<u32>(cqe + 4)) - (u32)before) & 0xffffff;
-    if ((flags & 2) != 0)
-      break_queue(call, queue, pe, before + delta - 1, swap_bytes(load_system<u32>(cqe + 24)) & 0xffffff);
-    else
-      advance_done(queue, before, delta);
+    u64 now = (swap_bytes(load_system<u32>(cqe + 4)) - (u32)before) & 0xffffff;
+    if ((flags & 2) == 0) {
+      delta = now;
+    } else if (!has_failed) {
+      has_failed = true;
+      failed = now;
+      status = swap_bytes(load_system<u32>(cqe + 24)) & 0xffffff;
+    }
   }
   if (taken != consumed) {
     store_system<u64>(MORI_WORD(queue, consumed), taken);
     store_system<u64>(fixed(&facts(queue)->cq_doorbell),
                       fixed(&facts(queue)->cq_doorbell_value) | (taken & (num_cqes - 1)));
-    // the next one's doorbell must not overtake this one
+    // neither a later doorbell nor a request in the room that is made now may overtake this
+    release_to_system(warm(call.ctx));
+    advance_done(queue, before, delta);
+    if (has_failed) break_queue(call, queue, pe, before + failed - 1, status);
     release_to_system(warm(call.ctx));
   }
   store_system<u64>(polling, 0);

@@ -229,6 +229,7 @@ class Card:
         n = len(pairs.rings)
         self.served = [rings.start for rings in pairs.rings]
         self.taken = list(self.served)
+        self.given_back = list(self.served)
         self.most_outstanding = 0
         self.signaled = [0] * n
         self.dead = [False] * n
@@ -286,6 +287,17 @@ class Card:
         assert value & ~(n - 1) == DOORBELL_VALUE
         return (value - served) % n
 
+    def _completions(self, qp: int) -> int:
+        """How many completions the kernels have not given back."""
+        rings, doorbell = self.pairs.rings[qp], self.pairs.rings[qp].memory["cq_doorbell"]
+        if rings.provider != "ionic":
+            return 0
+        if not (doorbell == FILL).all():
+            value = int(doorbell.view(np.uint64)[0])
+            assert value & ~(rings.num_cqes - 1) == CQ_DOORBELL_VALUE
+            self.given_back[qp] += (value - self.given_back[qp]) % rings.num_cqes
+        return self.taken[qp] - self.given_back[qp]
+
     def _serve(self, qp: int) -> bool:
         ahead = self._ahead(qp)
         self.most_outstanding = max(self.most_outstanding, ahead)
@@ -304,6 +316,7 @@ class Card:
                 self.signaled[qp] += 1
                 rings.complete(index, self.taken[qp], status)
                 self.taken[qp] += 1
+                assert self._completions(qp) < max(rings.num_cqes, 2)
             self.dead[qp] = status != 0
         return ahead > 0
 
