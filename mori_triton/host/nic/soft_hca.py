@@ -49,10 +49,9 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 @functools.cache
-def _native() -> dict[str, Any]:
-    # the object stays with the functions
-    code = Native("soft_hca.bc", _SIGNATURES)
-    return {**code.functions, "": code}
+def _native() -> Native:
+    """This process' code."""
+    return Native("soft_hca.bc", _SIGNATURES)
 
 
 class _Violation(ctypes.Structure):
@@ -119,18 +118,18 @@ class SoftHca:
     """
 
     def __init__(self, *, late: bool = False, seed: int = 0) -> None:
-        self._code = _native()
+        self._functions = _native().functions
         self._lock = threading.RLock()
         self._dma: dict[int, ctypes.Array[Any]] = {}
         self._queue_pairs: dict[int, _QueuePair] = {}
         # for messages: also of those that are gone
         self._known: dict[int, _QueuePair] = {}
         self._thread: threading.Thread | None = None
-        self._hca: int | None = self._code["mori_soft_hca_new"](late, seed % (1 << 64))
+        self._hca: int | None = self._functions["mori_soft_hca_new"](late, seed % (1 << 64))
         if self._hca is None:
             raise MemoryError("soft HCA")
         # also for one that nobody closes; at the process' end there may be no code any more that could be called
-        self._free = weakref.finalize(self, self._code["mori_soft_hca_free"], self._hca)
+        self._free = weakref.finalize(self, self._functions["mori_soft_hca_free"], self._hca)
         self._free.atexit = False
 
     def __enter__(self) -> SoftHca:
@@ -142,7 +141,7 @@ class SoftHca:
     def _call(self, name: str, *arguments: Any) -> Any:
         if self._hca is None:
             raise StateError(f"soft HCA: {name} after close")
-        return self._code[f"mori_soft_hca_{name}"](self._hca, *arguments)
+        return self._functions[f"mori_soft_hca_{name}"](self._hca, *arguments)
 
     # ------------------------------------------------------------------------------------------- memory and queue pairs
     def use_dma(self, pe: int, dma: tuple[int, int, int, int]) -> None:
@@ -258,7 +257,7 @@ class SoftHca:
             if self._thread is not None:
                 raise StateError("soft HCA: start() while its thread runs")
             self._call("stop", 0)
-            run = self._code["mori_soft_hca_run"]
+            run = self._functions["mori_soft_hca_run"]
             self._thread = threading.Thread(target=run, args=(self._hca,), name="mori soft hca", daemon=True)
             self._thread.start()
             # the thread runs code that the interpreter takes away when it ends

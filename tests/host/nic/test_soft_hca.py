@@ -1,13 +1,16 @@
 """The soft HCA carries out requests written by hand, and its completions are the vendors' bytes."""
 
+import ctypes
+import gc
 import struct
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
 from mori_triton.errors import ArgumentError, StateError
-from mori_triton.host.nic import soft_hca
 from mori_triton.host.nic.soft_hca import FAULTS, SoftHca, doorbell_values
 from tests.host.nic.soft_cards import OPS, PROVIDERS, STATUS, Memory, Request, World
 
@@ -169,23 +172,23 @@ class Recorder:
     """A way to memory that notes every write."""
 
     def __init__(self) -> None:
-        u64, ptr = soft_hca.ctypes.c_uint64, soft_hca.ctypes.c_void_p
-        make = soft_hca.ctypes.CFUNCTYPE
+        u64, ptr = ctypes.c_uint64, ctypes.c_void_p
+        make = ctypes.CFUNCTYPE
         self.writes: list[tuple[int, int]] = []
         self.atomics: list[tuple[int, int, int, int]] = []
         self.kept = (make(None, ptr, u64, u64, ptr)(self.read), make(None, ptr, u64, u64, ptr)(self.write))
-        self.kept += (make(u64, ptr, u64, soft_hca.ctypes.c_uint32, u64, u64)(self.atomic),)
-        addresses = [soft_hca.ctypes.cast(f, ptr).value or 0 for f in self.kept]
+        self.kept += (make(u64, ptr, u64, ctypes.c_uint32, u64, u64)(self.atomic),)
+        addresses = [ctypes.cast(f, ptr).value or 0 for f in self.kept]
         self.dma = 7, addresses[0], addresses[1], addresses[2]
 
     def read(self, context: int, address: int, num_bytes: int, out: int) -> None:
         assert context == 7
-        soft_hca.ctypes.memmove(out, address, num_bytes)
+        ctypes.memmove(out, address, num_bytes)
 
     def write(self, context: int, address: int, num_bytes: int, data: int) -> None:
         assert context == 7
         self.writes.append((address, num_bytes))
-        soft_hca.ctypes.memmove(address, data, num_bytes)
+        ctypes.memmove(address, data, num_bytes)
 
     def atomic(self, context: int, address: int, op: int, value: int, compare: int) -> int:
         self.atomics.append((address, op, value, compare))
@@ -425,6 +428,17 @@ def test_a_queue_pair_that_is_removed_is_left_alone(provider: str) -> None:
     assert again.number not in {mine.number, theirs.number}
 
 
+def test_nothing_is_left_of_one_that_is_closed_or_forgotten() -> None:
+    hca = SoftHca()
+    freed = hca._free
+    assert freed.alive
+    hca.close()
+    assert not freed.alive
+    freed = SoftHca()._free
+    gc.collect()
+    assert not freed.alive
+
+
 # ----------------------------------------------------------------------------------------------------------- the thread
 
 
@@ -465,9 +479,6 @@ def test_the_thread_serves_queue_pairs_until_it_is_stopped(provider: str, late: 
 
 
 def test_a_process_that_forgets_to_stop_ends_all_the_same() -> None:
-    import subprocess
-    import sys
-
     program = "from mori_triton.host.nic.soft_hca import SoftHca; h = SoftHca(); h.start(); print('ends')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")
