@@ -472,7 +472,6 @@ def test_the_seed_alone_decides_everything():
     ({"weak_memory": 1, "seed": 1}, "weak_memory: want True or False, got 1"),
     ({"timeout_s": 0}, "timeout_s: want .*got 0"),
     ({"timeout_s": float("nan")}, "timeout_s: want .*got nan"),
-    ({"transport": "rdma"}, "transport: want \"auto\" or \"p2p\", got 'rdma'"),
 ])  # fmt: skip
 def test_arguments_that_cannot_be(arguments, text):
     with pytest.raises(ArgumentError, match=text):
