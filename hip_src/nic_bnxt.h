@@ -41,7 +41,7 @@ MORI_INLINE void number_packets(u64 queue, u64 first, u64 posted) {
     u32 opcode = load_system<u32>(request) & 0xff;
     u32 num_bytes = opcode == 0x0b || opcode == 0x08 ? 8 : load_system<u32>(request + 8);
     u64 next = psn + (((u64)num_bytes + mtu - 1) >> shift);
-    store_system<u64>(table + (index & entries) * 8, (psn & 0xffffff) | (next & 0xffffff) << 24 | at * 3 << 48);
+    store_system<u64>(word_at(table, index & entries), (psn & 0xffffff) | (next & 0xffffff) << 24 | at * 3 << 48);
     psn = next;
   }
   store_system<u64>(MORI_WORD(queue, psn), psn);

@@ -116,6 +116,14 @@ MORI_INLINE u32 arrive_device(u64 address) {
   return __scoped_atomic_fetch_add(global<u32>(address), 1u, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
 }
 
+// An address with an index in it. Some LLVMs, for gfx1250, scale the index in the access itself, which not every access can; this
+// keeps it out of their sight.
+MORI_INLINE u64 word_at(u64 address, u64 index) {
+  u64 place = address + 8 * index;
+  asm("" : "+v"(place));
+  return place;
+}
+
 // A load that has come back before any later one starts.
 template <class T>
 MORI_INLINE T load_first(u64 address) {
@@ -226,6 +234,8 @@ MORI_INLINE u32 arrive_device(u64 address) {
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(old) : "l"(address) : "memory");
   return old;
 }
+
+MORI_INLINE u64 word_at(u64 address, u64 index) { return address + 8 * index; }
 
 // A load that has come back before any later one starts.
 template <class T>

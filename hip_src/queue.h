@@ -125,7 +125,7 @@ MORI_BODY void ring(Call call, u64 queue) {
     acquire_from_system();
     u64 first = load_system<u64>(MORI_WORD(queue, posted)), posted = first;
 #pragma clang loop unroll(disable)
-    while (load_system<u64>(ready + 8 * (posted & mask)) == posted + 1) posted += 1;
+    while (load_system<u64>(word_at(ready, posted & mask)) == posted + 1) posted += 1;
     if (posted != first) {
       // the bytes of those who set `ready`
       acquire_from_system();
@@ -157,7 +157,7 @@ MORI_BODY void commit(Call call, u64 queue, u64 index, u32 n) {
   u64 ready = fixed(&facts(queue)->ready), mask = fixed(&facts(queue)->num_wqes) - 1;
   release_to_system(warm(call.ctx));
 #pragma clang loop unroll(disable)
-  for (u32 i = 0; i < n; ++i, ++index) store_system<u64>(ready + 8 * (index & mask), index + 1);
+  for (u32 i = 0; i < n; ++i, ++index) store_system<u64>(word_at(ready, index & mask), index + 1);
   // whoever rings and sees that I have come sees this too
   release_to_system(warm(call.ctx));
   ring(call, queue);
@@ -198,7 +198,7 @@ MORI_BODY u64 take_result(Call call, u64 queue, i32 pe) {
 MORI_BODY i32 fetch(Call call, u64 queue, i32 pe, Verb verb, u64 remote, u64 value, u64 compare, u64 *old) {
   u64 bit = take_result(call, queue, pe);
   if (bit == 0) return -1;
-  u64 place = fixed(&facts(queue)->results) + 8 * (u64)__builtin_ctzll(bit);
+  u64 place = word_at(fixed(&facts(queue)->results), __builtin_ctzll(bit));
   u64 end = post(call, queue, pe, verb, remote, place, 8, fixed(&facts(queue)->results_lkey), value, compare);
   if (end == 0 || wait_done(call, queue, pe, end) != 0) return -1;
   *old = load_first<u64>(place);
