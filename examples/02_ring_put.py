@@ -2,7 +2,7 @@
 
 One kernel does it, with no host in between: a step sends the row that came in the step before, as soon as its signal is
 there. Exits with 1 when a row is wrong. PEs are threads of this process on the GPUs, where there are any, or on the
-emulated AMD device; under torchrun each process is one PE.
+emulated AMD device; under torchrun each process is one PE. Every transport will do.
 """
 
 import argparse
@@ -17,6 +17,8 @@ import mori_triton as mori
 from mori_triton.device import shmem
 from mori_triton.device.launch import launch, load
 from mori_triton.errors import ArgumentError
+
+TRANSPORTS = ("auto", "p2p", "mlx5", "bnxt_re", "ionic", "proxy")
 
 
 @triton.jit
@@ -60,6 +62,7 @@ def main() -> int:
     parser.add_argument("--device", default="auto", help="cpu (the emulated AMD device), cuda, hip or auto")
     parser.add_argument("--pes", type=int, default=4)
     parser.add_argument("--arch", help="the AMD target to emulate, gfx942 for example; not on a GPU")
+    parser.add_argument("--transport", default="auto", choices=TRANSPORTS, help="torchrun: MORI_TRITON_TRANSPORT")
     parser.add_argument("--row-bytes", type=int, default=1 << 16, help="a multiple of 4")
     args = parser.parse_args()
     if args.row_bytes < 4 or args.row_bytes % 4:
@@ -75,7 +78,7 @@ def main() -> int:
         return int(not right)
 
     try:
-        world = mori.local_world(args.pes, device=args.device, arch=args.arch)
+        world = mori.local_world(args.pes, device=args.device, arch=args.arch, transport=args.transport)
     except ArgumentError as error:
         parser.error(str(error))
     results = world.run(all_gather, args.row_bytes, world.preload)

@@ -19,6 +19,7 @@ from mori_triton.device.launch import launch, load
 from mori_triton.errors import ArgumentError
 
 BLOCK = 4096
+TRANSPORTS = ("auto", "p2p", "mlx5", "bnxt_re", "ionic", "proxy")
 
 
 @triton.jit
@@ -85,10 +86,13 @@ def main() -> int:
     parser.add_argument("--device", default="auto", help="cpu (the emulated AMD device), cuda, hip or auto")
     parser.add_argument("--pes", type=int, default=4)
     parser.add_argument("--arch", help="the AMD target to emulate, gfx942 for example; not on a GPU")
+    parser.add_argument("--transport", default="auto", choices=TRANSPORTS, help="torchrun: MORI_TRITON_TRANSPORT")
     parser.add_argument("--count", type=int, default=10_000, help="elements of a vector")
     args = parser.parse_args()
     if args.count < 1:
         parser.error(f"--count: want 1 or more, got {args.count}")
+    if args.way == "read" and args.transport not in ("auto", "p2p"):
+        parser.error(f"--way read: want mapped memory, got --transport {args.transport}")
 
     if "WORLD_SIZE" in os.environ:
         torch.distributed.init_process_group("gloo")
@@ -98,7 +102,7 @@ def main() -> int:
         mori.shmem.shmem_finalize()
     else:
         try:
-            world = mori.local_world(args.pes, device=args.device, arch=args.arch)
+            world = mori.local_world(args.pes, device=args.device, arch=args.arch, transport=args.transport)
         except ArgumentError as error:
             parser.error(str(error))
         n, results = args.pes, dict(enumerate(world.run(all_reduce, args.way, args.count, world.preload)))

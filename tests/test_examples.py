@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import socket
 import subprocess
@@ -16,10 +17,14 @@ import torch
 import mori_triton as mori
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-RING, ALLREDUCE = "02_ring_put", "03_allreduce"
-RUNS = [(RING, []), (ALLREDUCE, ["--way", "read"]), (ALLREDUCE, ["--way", "put"])]
-IDS = ["ring", "read", "put"]
-GOOD = {RING: "all rows are there", ALLREDUCE: "the sum is exact"}
+RING, ALLREDUCE, GEMM = "02_ring_put", "03_allreduce", "04_allgather_gemm"
+RUNS = [(RING, []), (ALLREDUCE, ["--way", "read"]), (ALLREDUCE, ["--way", "put"]), (GEMM, [])]
+IDS = ["ring", "read", "put", "gemm"]
+GOOD = {RING: "all rows are there", ALLREDUCE: "the sum is exact", GEMM: "the product is exact"}
+# those that a network can carry
+SENT = [(RING, ["--row-bytes", "4096"]), (ALLREDUCE, ["--way", "put"]), (GEMM, [])]
+SENT_IDS = ["ring", "put", "gemm"]
+NETWORKS = ("mlx5", "bnxt_re", "ionic", "proxy")
 
 
 def load(name: str) -> ModuleType:
@@ -37,7 +42,7 @@ def run_main(module: ModuleType, arguments: list[str], monkeypatch: pytest.Monke
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("name", [RING, ALLREDUCE])
+@pytest.mark.parametrize("name", list(GOOD))
 def test_examples_are_short(name: str) -> None:
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 120
 
@@ -53,8 +58,21 @@ def test_on_the_emulated_device(name, options, n, arch, monkeypatch, capsys) -> 
     assert lines[-1].startswith(f"PE {n - 1} of {n}")
 
 
+@pytest.mark.cpu
+@pytest.mark.parametrize(("name", "options"), SENT, ids=SENT_IDS)
+@pytest.mark.parametrize("transport", NETWORKS)
+def test_over_each_network(name, options, transport, monkeypatch, capsys) -> None:
+    n, arch = (3, "gfx942") if transport in ("bnxt_re", "proxy") else (2, "gfx1201")
+    where = ["--device", "cpu", "--pes", str(n), "--arch", arch, "--transport", transport]
+    assert run_main(load(name), options + where, monkeypatch) == 0
+    assert capsys.readouterr().out.count(GOOD[name]) == n
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is False")
+
+
 @pytest.mark.gpu1
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is False")
+@needs_gpu
 @pytest.mark.parametrize(("name", "options"), RUNS, ids=IDS)
 @pytest.mark.parametrize("n", [1, 4])
 def test_on_a_gpu(name, options, n, monkeypatch, capsys) -> None:
@@ -62,15 +80,32 @@ def test_on_a_gpu(name, options, n, monkeypatch, capsys) -> None:
     assert capsys.readouterr().out.count(GOOD[name]) == n
 
 
+@pytest.mark.gpu1
+@needs_gpu
+@pytest.mark.parametrize(("name", "options"), SENT, ids=SENT_IDS)
+@pytest.mark.parametrize("transport", NETWORKS)
+def test_on_a_gpu_over_each_network(name, options, transport, monkeypatch, capsys) -> None:
+    assert run_main(load(name), [*options, "--pes", "3", "--transport", transport], monkeypatch) == 0
+    assert capsys.readouterr().out.count(GOOD[name]) == 3
+
+
 @pytest.mark.cpu
 @pytest.mark.parametrize(("name", "options"), RUNS, ids=IDS)
 def test_nothing_is_seen_too_early(name: str, options: list[str]) -> None:
     module = load(name)
-    program = module.all_gather if name == RING else module.all_reduce
-    arguments = (256,) if name == RING else (options[1], 200)
-    for seed in range(6):
-        world = mori.local_world(3, device="cpu", heap_size="1M", seed=seed, weak_memory=True)
-        assert world.run(program, *arguments, world.preload) == [True] * 3, seed
+    program, arguments = {
+        RING: lambda: (module.all_gather, (256,)),
+        ALLREDUCE: lambda: (module.all_reduce, (options[1], 200)),
+        GEMM: lambda: (module.all_gather_gemm, (32, 32, 32)),
+    }[name]()
+    # over a network its card is one more device that must see what was released, and releases what it writes
+    ways = ["p2p", "mlx5"] if (name, options) != RUNS[1] else ["p2p"]
+    for seed, way in itertools.product(range(4), ways):
+        late = None if way == "p2p" else {"late": seed % 2 == 1}
+        world = mori.local_world(
+            2 if late else 3, device="cpu", heap_size="1M", seed=seed, weak_memory=True, transport=way, network=late
+        )
+        assert world.run(program, *arguments, world.preload) == [True] * world.n, (seed, way)
 
 
 @pytest.mark.cpu
@@ -91,6 +126,9 @@ def test_a_wrong_result_is_an_exit_status(name, options, monkeypatch, capsys) ->
         (ALLREDUCE, ["--count", "0"], "--count: want 1 or more, got 0"),
         (ALLREDUCE, ["--device", "tpu"], "device: want"),
         (RING, ["--arch", "gfx90a"], "arch: want gfx942"),
+        (ALLREDUCE, ["--way", "read", "--transport", "ionic"], "--way read: want mapped memory, got --transport ionic"),
+        (GEMM, ["--shape", "64", "48", "64"], "--shape: want multiples of 32, got 64 48 64"),
+        (GEMM, ["--transport", "efa"], "argument --transport: invalid choice"),
     ],
 )
 def test_options_that_cannot_be(name, options, message, monkeypatch, capsys) -> None:
@@ -102,7 +140,7 @@ def test_options_that_cannot_be(name, options, message, monkeypatch, capsys) -> 
 
 @pytest.mark.cpu
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "options"), [RUNS[0], RUNS[2]], ids=["ring", "put"])
+@pytest.mark.parametrize(("name", "options"), [RUNS[0], *RUNS[2:]], ids=["ring", "put", "gemm"])
 def test_one_process_per_pe(name: str, options: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
