@@ -1,0 +1,204 @@
+"""What operations do over a network beside posting: local sides, who hears of the result, what is complete."""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from mori_triton import abi, bitcode, emulator
+from mori_triton.device import externs, shmem
+from mori_triton.device.launch import launch
+from tests.device.pes import Pes
+from tests.device.queue_pairs import PROVIDERS, Card, QueuePairs
+
+pytestmark = pytest.mark.cpu
+
+ARCHS = ("gfx1201", "gfx942")
+HEAP = 1 << 18  # of QueuePairs
+SRC, DST, SIG = 8192, 4096, 16384
+LANES = 256
+PUT, GET, GET_NBI, PUT_SIGNAL, QUIET, FETCH_ADD, SET_ALL, BARRIER = range(8)
+
+
+@triton.jit(do_not_specialize=["dst", "src", "num_bytes", "sig", "pe", "which"])
+def one_kernel(ctx, out, dst, src, num_bytes, sig, pe, which, LANES: tl.constexpr):
+    """One operation; its result as every thread has it. out: int64 [LANES]."""
+    zero = tl.zeros([LANES], tl.int64)
+    o = out + tl.arange(0, LANES)
+    if which == 0:
+        tl.store(o, zero + shmem.put(ctx, dst, src, num_bytes, pe))
+    elif which == 1:
+        tl.store(o, zero + shmem.get(ctx, dst, src, num_bytes, pe))
+    elif which == 2:
+        tl.store(o, zero + shmem.get_nbi(ctx, dst, src, num_bytes, pe))
+    elif which == 3:
+        tl.store(o, zero + shmem.put_signal(ctx, dst, src, num_bytes, sig, 1, shmem.SIGNAL_ADD, pe))
+    elif which == 4:
+        tl.store(o, zero + shmem.quiet(ctx))
+    elif which == 5:
+        tl.store(o, zero + externs.ctx_atomic_fetch_uint64(ctx, dst, 5, 0, 14, pe, 0).to(tl.int64))
+    elif which == 6:
+        tl.store(o, zero + shmem.signal_set_all(ctx, sig, 77))
+    else:
+        tl.store(o, zero + shmem.barrier_all(ctx))
+
+
+def call(pairs: QueuePairs, ctx: torch.Tensor, which: int, *, pe: int = 1, size: int = 64, **at: int) -> int:
+    """One operation of 4 warps; the result, which all threads have. `dst`, `src`: addresses, else of my heap."""
+    base = pairs.pes.base(0)
+    out = torch.full((LANES,), -7, dtype=torch.int64)
+    dst, src = at.get("dst", base + DST), at.get("src", base + SRC)
+    pairs.launch(one_kernel, (1,), ctx, out, dst, src, size, base + SIG, pe, which, LANES=LANES, num_warps=4)
+    assert len(set(out.tolist())) == 1
+    return int(out[0])
+
+
+@pytest.mark.parametrize(("which", "side"), [(PUT, "src"), (GET, "dst"), (GET_NBI, "dst"), (PUT_SIGNAL, "src")])
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_card_is_not_asked_for_local_memory_outside_the_heap(provider: str, which: int, side: str) -> None:
+    pairs = QueuePairs("gfx1201", provider)
+    elsewhere, base = torch.zeros(64, dtype=torch.uint8), pairs.pes.base(0)
+    with pairs.current() as ctx:
+        # another one's memory; my heap's last bytes and those behind it
+        for address in (elsewhere.data_ptr(), base + HEAP - 63):
+            pairs.pes.clear_log(0)
+            other = {"src": {"dst": base + DST}, "dst": {"src": base + SRC}}[side]
+            assert call(pairs, ctx, which, **{side: address}, **other) == -1
+            (record,) = pairs.pes.records(0)
+            found = {name: record[name] for name in ("kind", "peer", "address", "expected", "seen")}
+            assert found == {"kind": abi.ERROR_REFUSED, "peer": 1, "address": address, "expected": 64, "seen": 1}
+        assert pairs.queue()["reserved"] == 0
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_get_that_does_not_wait_is_complete_after_quiet(provider: str) -> None:
+    pairs = QueuePairs("gfx942", provider, timeout_s=60)
+    mine, theirs = pairs.pes.view(0, DST, 64, torch.uint8), pairs.pes.view(1, SRC, 64, torch.uint8)
+    theirs[:] = torch.arange(64, dtype=torch.uint8)
+    before = mine.clone()
+    with pairs.current() as ctx, Card(pairs) as card:
+        card.hold.set()
+        assert call(pairs, ctx, GET_NBI) == 0
+        assert torch.equal(mine, before)
+        card.hold.clear()
+        assert call(pairs, ctx, QUIET) == 0
+        assert torch.equal(mine, theirs)
+        queue = pairs.queue()
+        assert queue["done"] == queue["reserved"] == 1
+        # the other kind needs no quiet
+        theirs += 100
+        assert call(pairs, ctx, GET) == 0
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_fetch_and_a_failure_reach_every_thread(arch: str) -> None:
+    pairs = QueuePairs(arch, "mlx5", timeout_s=60)
+    pairs.pes.view(1, DST, 1, torch.int64)[0] = 2**40
+    with pairs.current() as ctx, Card(pairs) as card:
+        assert call(pairs, ctx, FETCH_ADD) == 2**40
+        assert int(pairs.pes.view(1, DST, 1, torch.int64)[0]) == 2**40 + 5
+        card.fail[0, 1] = 0x13
+        assert call(pairs, ctx, PUT) == -1
+        # broken: at once, and with no record of its own
+        assert call(pairs, ctx, PUT_SIGNAL) == -1
+        assert call(pairs, ctx, QUIET) == -1
+        assert call(pairs, ctx, FETCH_ADD) == 0
+    (record,) = pairs.pes.records(0)
+    assert (record["kind"], record["peer"]) == (abi.ERROR_NETWORK_FAILED, 1)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_signal_to_all_goes_to_mapped_and_other_pes(arch: str, provider: str) -> None:
+    pairs = QueuePairs(arch, provider, timeout_s=60)
+    words = [pairs.pes.view(pe, SIG, 1, torch.int64) for pe in range(2)]
+    with pairs.current() as ctx, Card(pairs) as card:
+        assert call(pairs, ctx, SET_ALL) == 0
+        deadline = time.monotonic() + 20
+        while int(words[1][0]) != 77 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert [int(word[0]) for word in words] == [77, 77]
+        assert card.served == [1]
+        assert pairs.pes.records(0) == []
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_barrier_over_a_network(provider: str) -> None:
+    pairs = QueuePairs("gfx1201", provider, timeout_s=60)
+    heard, told = pairs.pes.view(0, 0, 1, torch.int64), pairs.pes.view(1, 0, 1, torch.int64)
+    with pairs.current() as ctx, Card(pairs) as card:
+        for epoch in (1, 2, 3):
+            # PE 1 has come when it sees that PE 0 has
+            other = threading.Thread(target=answer, args=(told, heard, epoch))
+            other.start()
+            assert call(pairs, ctx, PUT) == 0
+            assert call(pairs, ctx, BARRIER) == 0
+            other.join()
+            assert int(told[0]) == int(heard[0]) == epoch
+        assert card.served == [6]
+        assert pairs.pes.records(0) == []
+
+
+def answer(told: torch.Tensor, heard: torch.Tensor, epoch: int) -> None:
+    deadline = time.monotonic() + 30
+    while int(told[0]) != epoch and time.monotonic() < deadline:
+        time.sleep(0.001)
+    heard[0] = epoch
+
+
+def test_a_barrier_does_not_signal_before_all_is_complete() -> None:
+    pairs = QueuePairs("gfx1201", "mlx5", timeout_s=0.2)
+    pairs.pes.view(0, 0, 1, torch.int64)[0] = 1
+    with pairs.current() as ctx, Card(pairs) as card:
+        card.hold.set()
+        assert call(pairs, ctx, GET_NBI) == 0
+        assert call(pairs, ctx, BARRIER) == -1
+        # the get alone
+        assert pairs.queue()["reserved"] == 1
+        (record,) = pairs.pes.records(0)
+        assert (record["kind"], record["tag"], record["peer"]) == (abi.ERROR_WAIT_TIMEOUT, abi.TAG_NETWORK, 1)
+
+
+# --------------------------------------------------------------------------------------------------------------- debug
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_debug_build_names_the_function_and_looks_at_the_local_side(arch: str) -> None:
+    pes, symbol = Pes(2, arch), zlib.crc32(b"mori_shmem_ctx_put_block")
+    library = bitcode.specialize(arch, provider="p2p", debug=True)
+    base, out = pes.base(0), torch.full((64,), -7, dtype=torch.int32)
+    # destination, source, PE, result; what is outside the heap altogether may be any memory
+    elsewhere = torch.zeros(64, dtype=torch.uint8)
+    cases: list[tuple[int, int, int, int, Any]] = [
+        (base + DST, base + SRC, 1, 0, None),
+        (base + DST, elsewhere.data_ptr(), 1, 0, None),
+        (base + DST, base + SRC, 2, -1, (2, base + DST, 0)),
+        (base + DST, base + pes.heap_bytes - 60, 1, -1, (1, base + pes.heap_bytes - 60, 1)),
+        (base + pes.heap_bytes - 60, base + SRC, 1, -1, (1, base + pes.heap_bytes - 60, 0)),
+    ]
+    with pes.current(0) as ctx:
+        emulator.allow(emulator.current_device(), elsewhere.data_ptr(), 64, "elsewhere")
+        for dst, src, pe, result, refused in cases:
+            pes.clear_log(0)
+            out.fill_(-7)
+            args = ctx, out, dst, src, 64, pe
+            launch(one_put_kernel, (1,), *args, num_warps=2, extern_libs={abi.LIBRARY: str(library)})
+            assert set(out.tolist()) == {result}
+            records = [(r["peer"], r["address"], r["seen"]) for r in pes.records(0)]
+            assert records == ([] if refused is None else [refused])
+            assert {r["symbol"] for r in pes.records(0)} <= {symbol}
+
+
+@triton.jit(do_not_specialize=["dst", "src", "num_bytes", "pe"])
+def one_put_kernel(ctx, out, dst, src, num_bytes, pe):
+    """A put. out: int32 [64]."""
+    status = shmem.put(ctx, dst, src, num_bytes, pe)
+    tl.store(out + tl.arange(0, 64), tl.zeros([64], tl.int32) + status)
