@@ -56,14 +56,18 @@ MORI_INLINE void ring(Call call, u64 queue, u64 first, u64 posted) {
                     (u64)((fixed(&facts(queue)->number) & 0xfffff) | valid) << 32 | (at * 3 | epoch << 24));
 }
 
+// Requests that are complete after `before`. Written after the status: read before it, it is of the same completion or an older one.
+MORI_INLINE u64 completed(u64 queue, u64 before) {
+  return (load_first<u32>(fixed(&facts(queue)->cq) + 8) - before) & (fixed(&facts(queue)->num_wqes) - 1);
+}
+
 MORI_INLINE void poll(Call call, u64 queue, i32 pe) {
-  u64 cqe = fixed(&facts(queue)->cq), before = load_first<u64>(MORI_WORD(queue, done));
-  u64 delta = (load_system<u32>(cqe + 8) - before) & (fixed(&facts(queue)->num_wqes) - 1);
-  u32 status = load_system<u32>(cqe + 24) >> 8 & 0xff;
-  if (status != 0)
-    break_queue(call, queue, pe, before + delta - 1, status);
-  else
-    advance_done(queue, before, delta);
+  u64 before = load_first<u64>(MORI_WORD(queue, done)), delta = completed(queue, before);
+  u32 status = load_first<u32>(fixed(&facts(queue)->cq) + 24) >> 8 & 0xff;
+  if (status == 0) return advance_done(queue, before, delta);
+  // the last of those that are complete; its number may not be there yet
+  delta = completed(queue, before);
+  break_queue(call, queue, pe, delta == 0 ? before : before + delta - 1, status);
 }
 
 }  // namespace mori::bnxt

@@ -87,3 +87,11 @@ def neighbours_kernel(ctx, words, rounds):
     second = tl.program_id(0) % 2
     for _ in range(rounds):
         externs.ctx_atomic_uint32(ctx, words + 4 * second, 7 + 4 * second, 0, 4, 1, 0)
+
+
+@triton.jit
+def each_kernel(ctx, out, data, words):
+    """One put with signal, one fetch, one quiet: what is looked at as code."""
+    shmem.put_signal(ctx, data, data, 4096, words, 1, 10, 1)
+    tl.store(out, shmem.atomic_fetch_add(ctx, words + 1, 1, 1))
+    shmem.quiet(ctx, 1, 0)

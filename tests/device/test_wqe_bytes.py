@@ -250,3 +250,35 @@ def test_value_of_4_bytes_leaves_no_other_bytes() -> None:
     with pairs.current() as ctx:
         copy(kernels.VALUE4, value=-1)(pairs, torch.zeros(1, dtype=torch.int64), ctx)
     assert pairs.rings[0].request(0)[32:48].hex() == "80000004" + "ffffffff" + "00" * 8
+
+
+def test_long_copies_are_requests_of_a_gibibyte_each() -> None:
+    # of a heap that is not there: no card reads it
+    size, gib = 2**33, 2**30
+    wide = QueuePairs("gfx1201", "mlx5", num_wqes=N)
+    wide.pes.contexts[0][abi.CONTEXT_FIELDS["heap_size"].offset // 8] = size
+    at = abi.QUEUE_SIZE + abi.QUEUE_FIELDS["remote_bytes"].offset
+    wide.queues[at : at + 8].view("u8")[0] = size
+    far = 2**32 + 4096
+    out, base = torch.full((1,), -7, dtype=torch.int64), wide.pes.base(0)
+    with wide.current() as ctx:
+        args = (base + DST, base + far, 2 * gib + 5, 0, 0, 0, 1, 0, kernels.PUT_NBI)
+        wide.launch(kernels.copy_kernel, (1,), ctx, out, *args, num_warps=2)
+    assert int(out[0]) == 0
+    assert wide.queue()["reserved"] == 3
+    for i, length in enumerate((gib, gib, 5)):
+        want = mlx5_data(i, "write", True, wide.remote(DST) + i * gib, base + far + i * gib, length)
+        assert wide.rings[0].request(i).hex(" ") == want.hex(" ")
+
+    signaled = QueuePairs("gfx1201", "mlx5", num_wqes=N)
+    signaled.pes.contexts[0][abi.CONTEXT_FIELDS["heap_size"].offset // 8] = size
+    signaled.queues[at : at + 8].view("u8")[0] = size
+    base = signaled.pes.base(0)
+    with signaled.current() as ctx:
+        args = (base + DST, base + far, gib + 8, base + SIG, VALUE, abi.SIGNAL_SET, 1, 0, kernels.PUT_SIGNAL)
+        signaled.launch(kernels.copy_kernel, (1,), ctx, out, *args, num_warps=2)
+    remote = signaled.remote(DST)
+    want = [mlx5_data(0, "write", True, remote, base + far, gib)]
+    want += [mlx5_data(1, "write", False, remote + gib, base + far + gib, 8)]
+    want += [mlx5_inline(2, signaled.remote(SIG), VALUE, 8)]
+    assert [signaled.rings[0].request(i).hex(" ") for i in range(3)] == [raw.hex(" ") for raw in want]
