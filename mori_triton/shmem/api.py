@@ -152,13 +152,13 @@ def shmem_free(ptr: int | None) -> None:
 
 
 def shmem_buffer_register(ptr: int, size: int) -> int:
-    """Register memory outside the heap with the network card; not available without one."""
+    """Register memory outside the heap with the network card; not available: kernels send from the heap."""
     state.current()
     raise StateError(_NO_RDMA.format(f"register {size} bytes at {ptr:#x}"))
 
 
 def shmem_buffer_deregister(ptr: int, size: int) -> int:
-    """Undo `shmem_buffer_register`; not available without a network card."""
+    """Undo `shmem_buffer_register`; not available."""
     state.current()
     raise StateError(_NO_RDMA.format(f"deregister {size} bytes at {ptr:#x}"))
 
@@ -184,7 +184,7 @@ def context() -> torch.Tensor:
     return state.current().heap.ctx
 
 
-_NO_RDMA = "cannot {}: this world has no RDMA provider; put the buffer on the symmetric heap (shmem_malloc)"
+_NO_RDMA = "cannot {}: over a network kernels send from the symmetric heap only; put the buffer there (shmem_malloc)"
 
 
 # a wait of the device library ends first, with a record that says more

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mori_triton import abi
+from mori_triton import abi, env
 from mori_triton.env import DeviceFilter
 from mori_triton.errors import DriverError, HeapError, NotSupported, PeerTimeout, StateError
 from mori_triton.host import state
@@ -18,10 +18,12 @@ from mori_triton.host.agreement import together
 from mori_triton.host.bootstrap.threads import ThreadGroup
 from mori_triton.host.drivers import CpuDriver, MemoryKind
 from mori_triton.host.drivers import cpu as cpu_driver
+from mori_triton.host.network import cards as real_cards
 from mori_triton.host.network import choose, records
 from mori_triton.host.network.choose import open_network
 from mori_triton.host.network.fabric import Site
-from mori_triton.host.nic import agree
+from mori_triton.host.nic import agree, soft_hca
+from mori_triton.host.proxy import fabric as proxy_fabric
 from tests.host.nic.sysfs_trees import BROADCOM, MELLANOX, Node
 from tests.host.worlds import SETTINGS, error_of, run_threads
 
@@ -66,13 +68,15 @@ class NotedLinks:
         self.log, self.site, self.regions = log, site, []
 
     def quiet(self) -> None:
-        self.log.append("quiet")
+        self.log.append("quiet" if self.site.pe == 0 else "quiet of a peer")
 
     def check(self) -> None:
-        self.log.append("check")
+        if self.site.pe == 0:
+            self.log.append("check")
 
     def close(self) -> None:
-        self.log.append("close network")
+        if self.site.pe == 0:
+            self.log.append("close network")
 
 
 class NotedFabric:
@@ -91,8 +95,8 @@ def proxy(monkeypatch: pytest.MonkeyPatch):
     """The proxy is a double; `proxy.missing[pe]` is why a PE has none."""
     fabric = NotedFabric("proxy")
     fabric.missing = None
-    monkeypatch.setattr(choose, "ProxyFabric", lambda: fabric)
-    monkeypatch.setattr(choose, "unavailable", lambda: fabric.missing)
+    monkeypatch.setattr(proxy_fabric, "ProxyFabric", lambda: fabric)
+    monkeypatch.setattr(proxy_fabric, "unavailable", lambda: fabric.missing)
     return fabric
 
 
@@ -215,7 +219,7 @@ def test_a_library_that_is_missing_says_where_it_was_looked_for(monkeypatch, pro
 
 def test_cards_that_all_have_go_first(monkeypatch, proxy, cards) -> None:
     made = []
-    monkeypatch.setattr(choose, "CardFabric", lambda name, root: made.append(NotedFabric(name)) or made[-1])
+    monkeypatch.setattr(real_cards, "CardFabric", lambda name, root: made.append(NotedFabric(name)) or made[-1])
     cards("bnxt_re0", BROADCOM)
     cards("mlx5_0")
     assert [network.name for network in opened(2, cards.root)] == ["mlx5", "mlx5"]
@@ -237,7 +241,7 @@ def test_a_card_that_cannot_be_used_falls_back_too(monkeypatch, proxy, cards) ->
         def fail(self):
             raise NotSupported("mlx5_0:1 has no atomics")
 
-    monkeypatch.setattr(choose, "CardFabric", lambda name, root: Broken(name))
+    monkeypatch.setattr(real_cards, "CardFabric", lambda name, root: Broken(name))
     with pytest.warns(RuntimeWarning, match="no network card is used .*mlx5_0:1 has no atomics"):
         assert opened(2, cards.root)[1].name == "proxy"
     # but not where it was asked for
@@ -359,7 +363,9 @@ def test_the_end_of_a_pe() -> None:
     def program(here: state.PeState) -> str:
         assert here.driver.read(here.heap.ctx_address + 64, 8) == struct.pack("<Q", here.network.address)
         assert here.driver.read(here.network.address, 8) == struct.pack("<II", 4, 4)
-        log.clear()
+        if here.pe == 0:
+            log.clear()
+        here.bootstrap.barrier()
         here.close()
         here.close()
         return here.provider
@@ -368,7 +374,7 @@ def test_the_end_of_a_pe() -> None:
     assert world_of(2, fabric, program, log) == ["proxy"] * 2
     first, own = log.index("device idle"), log.index("free")
     assert first < log.index("quiet")
-    assert max(at for at, what in enumerate(log) if what == "quiet") < log.index("close network")
+    assert max(log.index("quiet"), log.index("quiet of a peer")) < log.index("unmap" if "unmap" in log else "check")
     assert log.index("check") < log.index("close network") < own
 
 
@@ -419,7 +425,9 @@ def test_a_pe_that_leaves_is_named_by_those_that_wait_for_its_network() -> None:
     assert "PE 1 left" in str(error)
 
 
-def test_what_abi_says_of_providers() -> None:
+def test_what_stands_in_several_places() -> None:
+    assert choose.CARDS == tuple(agree.LIBRARIES) == tuple(soft_hca.PROVIDERS)
+    assert set(env.TRANSPORTS) == {"auto", *abi.PROVIDERS} - {"any"}
     assert {name: code for name, code in abi.PROVIDERS.items() if name != "any"} == {
         "mlx5": 1, "bnxt_re": 2, "ionic": 3, "proxy": 4, "p2p": 5,
     }  # fmt: skip

@@ -8,22 +8,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mori_triton.env import TRANSPORTS, Settings
+from mori_triton.env import TRANSPORTS
 from mori_triton.errors import HeapError, NotSupported, StateError
 from mori_triton.host.agreement import agree, together
 from mori_triton.host.drivers.base import MemoryKind
 from mori_triton.host.network import Network
-from mori_triton.host.network.fabric import Fabric, Links, Site
-from mori_triton.host.network.queue_pairs import QueuePairLinks
-from mori_triton.host.nic.agree import LIBRARIES, own_link, postable_links
-from mori_triton.host.nic.card import NicCard
-from mori_triton.host.nic.discover import SYSFS, discover
-from mori_triton.host.nic.select import Link, filter_devices, links
-from mori_triton.host.proxy.fabric import ProxyFabric, unavailable
+from mori_triton.host.network.fabric import Fabric, Site
+from mori_triton.host.nic.discover import SYSFS
 
 _VARIABLE = "MORI_TRITON_TRANSPORT"
 # what is tried first
-CARDS = tuple(LIBRARIES)
+CARDS = ("mlx5", "bnxt_re", "ionic")
 
 Move = Callable[[MemoryKind], Site]
 """Give the heap up for a new one of this kind. Collective."""
@@ -53,11 +48,26 @@ def open_network(site: Site, move: Move, fabric: Fabric | None = None, root: Pat
     if fabric is not None:
         return _over(fabric, site, move)
     if transport in CARDS:
-        return _over(CardFabric(transport, root), site, move)
+        return _over(_cards(transport, root), site, move)
     if transport == "proxy":
-        return _over(ProxyFabric(), site, move)
+        return _over(_proxy(), site, move)
     assert transport == "auto", f"{transport} is not one of {TRANSPORTS}"
     return _best(site, move, root)
+
+
+# what a world does not use is not imported
+
+
+def _cards(provider: str, root: Path) -> Fabric:
+    from mori_triton.host.network.cards import CardFabric
+
+    return CardFabric(provider, root)
+
+
+def _proxy() -> Fabric:
+    from mori_triton.host.proxy.fabric import ProxyFabric
+
+    return ProxyFabric()
 
 
 def _over(fabric: Fabric, site: Site, move: Move) -> Network:
@@ -70,6 +80,9 @@ def _over(fabric: Fabric, site: Site, move: Move) -> Network:
 
 def _best(site: Site, move: Move, root: Path) -> Network:
     """A network over cards if all PEs have some of one kind, else over the proxy."""
+    from mori_triton.host.network.cards import usable_cards
+    from mori_triton.host.proxy.fabric import unavailable
+
     usable, reason = together(site.bootstrap, "the choice of network cards", lambda: usable_cards(site.settings, root))
     mine = {"cards": sorted({link.device.provider for link in usable}), "reason": reason, "proxy": unavailable()}
     told = site.bootstrap.allgather(json.dumps(mine).encode(), "transports that there are")
@@ -77,7 +90,7 @@ def _best(site: Site, move: Move, root: Path) -> Network:
     common = [card for card in CARDS if all(card in one["cards"] for one in everyone)]
     if common:
         try:
-            return _over(CardFabric(common[0], root), site, move)
+            return _over(_cards(common[0], root), site, move)
         except (HeapError, NotSupported, StateError) as error:
             # the same on every PE
             why = str(error)
@@ -96,7 +109,7 @@ def _best(site: Site, move: Move, root: Path) -> Network:
             RuntimeWarning,
             stacklevel=2,
         )
-    return _over(ProxyFabric(), site, move)
+    return _over(_proxy(), site, move)
 
 
 def _each(texts: Sequence[Any]) -> str:
@@ -104,40 +117,3 @@ def _each(texts: Sequence[Any]) -> str:
     if len(set(texts)) == 1:
         return f"on every PE: {texts[0]}"
     return "; ".join(f"PE {pe}: {text}" for pe, text in enumerate(texts) if text)
-
-
-def usable_cards(settings: Settings, root: Path = SYSFS) -> tuple[tuple[Link, ...], str | None]:
-    """The links to whose cards kernels of this PE may post; why there is none, or None.
-
-    Raises:
-        EnvError: `MORI_RDMA_DEVICES` asks for what there is not.
-    """
-    chosen = filter_devices(discover(root), settings.rdma_devices)
-    try:
-        usable, reasons = postable_links(links(chosen), settings.ibverbs_lib)
-    except StateError as error:
-        return (), str(error)
-    return usable, None if usable else "; ".join(reasons)
-
-
-class CardFabric:
-    """Queue pairs of real cards of one kind, one card for each GPU. `name`: of `CARDS`."""
-
-    heap_kind = None
-
-    def __init__(self, name: str, root: Path = SYSFS) -> None:
-        self.name, self._root = name, root
-
-    def open(self, site: Site) -> Links:
-        """See `Fabric`."""
-        candidates = together(site.bootstrap, f"the network over {self.name}", lambda: self._candidates(site.settings))
-        link = own_link(site.bootstrap, site.node, site.driver.pci_address, candidates, self._root)
-        return QueuePairLinks(site, self.name, lambda: NicCard(site.driver, link, site.settings))
-
-    def _candidates(self, settings: Settings) -> tuple[Link, ...]:
-        usable, reason = usable_cards(settings, self._root)
-        mine = tuple(link for link in usable if link.device.provider == self.name)
-        if not mine:
-            there = reason or f"those that there are, are others: {', '.join(map(str, usable))}"
-            raise StateError(f"no {self.name} card: {there}")
-        return mine

@@ -18,7 +18,7 @@ from mori_triton.errors import DriverError, HeapError, NetworkError, NotSupporte
 from mori_triton.host import state
 from mori_triton.host.bootstrap.threads import ThreadGroup
 from mori_triton.host.drivers import CpuDriver
-from mori_triton.host.network.choose import CardFabric
+from mori_triton.host.network.cards import CardFabric
 from mori_triton.host.nic import agree, card, verbs_api
 from mori_triton.host.nic.card import NicCard
 from mori_triton.host.nic.discover import discover

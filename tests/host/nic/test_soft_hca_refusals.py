@@ -425,6 +425,7 @@ def test_ionic_completions_that_nobody_acknowledges_overrun() -> None:
     world = ionic_completes(8, lambda mine: None)
     (error,) = world.hca.errors
     assert (error.index, error.what) == (7, "completions not acknowledged: want fewer than 7, got 7")
+    assert world.hca.counts(error.number).broken
 
 
 def test_ionic_acknowledges_what_there_is() -> None:

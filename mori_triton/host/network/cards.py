@@ -1,0 +1,52 @@
+"""Real network cards as a transport: those that kernels of a PE may post to, and who takes which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mori_triton.env import Settings
+from mori_triton.errors import StateError
+from mori_triton.host.agreement import together
+from mori_triton.host.network.fabric import Links, Site
+from mori_triton.host.network.queue_pairs import QueuePairLinks
+from mori_triton.host.nic.agree import own_link, postable_links
+from mori_triton.host.nic.card import NicCard
+from mori_triton.host.nic.discover import SYSFS, discover
+from mori_triton.host.nic.select import Link, filter_devices, links
+
+
+def usable_cards(settings: Settings, root: Path = SYSFS) -> tuple[tuple[Link, ...], str | None]:
+    """The links to whose cards kernels of this PE may post; why there is none, or None.
+
+    Raises:
+        EnvError: `MORI_RDMA_DEVICES` asks for what there is not.
+    """
+    chosen = filter_devices(discover(root), settings.rdma_devices)
+    try:
+        usable, reasons = postable_links(links(chosen), settings.ibverbs_lib)
+    except StateError as error:
+        return (), str(error)
+    return usable, None if usable else "; ".join(reasons)
+
+
+class CardFabric:
+    """Queue pairs of real cards of one kind, one card for each GPU. `name`: of `CARDS`."""
+
+    heap_kind = None
+
+    def __init__(self, name: str, root: Path = SYSFS) -> None:
+        self.name, self._root = name, root
+
+    def open(self, site: Site) -> Links:
+        """See `Fabric`."""
+        candidates = together(site.bootstrap, f"the network over {self.name}", lambda: self._candidates(site.settings))
+        link = own_link(site.bootstrap, site.node, site.driver.pci_address, candidates, self._root)
+        return QueuePairLinks(site, self.name, lambda: NicCard(site.driver, link, site.settings))
+
+    def _candidates(self, settings: Settings) -> tuple[Link, ...]:
+        usable, reason = usable_cards(settings, self._root)
+        mine = tuple(link for link in usable if link.device.provider == self.name)
+        if not mine:
+            there = reason or f"those that there are, are others: {', '.join(map(str, usable))}"
+            raise StateError(f"no {self.name} card: {there}")
+        return mine
