@@ -5,8 +5,8 @@ import pytest
 
 from mori_triton.emulator import lds
 from mori_triton.emulator import state as lay
+from tests.emulator.accesses import LOADS, SENTINEL, STORES, active, atomic_reference, loaded, masks, registers
 from tests.emulator.bare import BareWave, Program
-from tests.emulator.test_memory import LOADS, SENTINEL, STORES, active, atomic_reference, loaded, masks, registers
 
 pytestmark = pytest.mark.cpu
 
