@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 from mori_triton.emulator.accesses import LOADS, LOCAL, STORES, operation
@@ -9,6 +10,8 @@ from mori_triton.emulator.asm import Inst
 from mori_triton.emulator.ir import Fn, Val
 from mori_triton.emulator.lift_base import LiftBase
 
+# where kernels for gfx1250 send what a lane must not write
+NOWHERE = 0x7FFFFFFF
 _ACCESS = re.compile(r"(load|store)_(2addr_(?:stride64_)?)?([ubi]\d+)(_d16_hi|_d16)?$")
 _ATOMIC = re.compile(r"(\w+?)(_rtn)?_((?:num_)?[uibf](?:32|64))$")
 
@@ -46,12 +49,29 @@ class Lds(LiftBase):
             offsets = [int(m.get("offset0", "0"), 0) * unit, int(m.get("offset1", "0"), 0) * unit]
         else:
             offsets = [int(m.get("offset", "0"), 0)]
+        lanes = self.lanes_in_lds(address) if kind == "store" and self.sends_nowhere else None
         parts = list(zip(registers, offsets, strict=False))
         # the address may be overwritten by the half that holds it: that half comes last
         if two and kind == "load" and registers[0] <= address < registers[1]:
             parts.reverse()
         for register, offset in parts:
-            self.access(f"{kind}_{ty}", address, register, LOCAL, offset=offset)
+            self.access(f"{kind}_{ty}", address, register, LOCAL, offset=offset, lanes=lanes)
+
+    @functools.cached_property
+    def sends_nowhere(self) -> bool:
+        """Do stores of this kernel have addresses that are meant to have no effect?"""
+        return self.p.arch == "gfx1250" and any(hex(NOWHERE) in i.text for i in self.p.insts)
+
+    def lanes_in_lds(self, register: int) -> Val:
+        """The active lanes, without those whose address in LDS is NOWHERE: their accesses have no effect."""
+        W = self.W
+
+        def build(f: Fn, p: list) -> None:
+            inside = f.load(p[0], 32, W).cmp("ult", NOWHERE).lanes_to_bits()
+            f.emit(f"ret i{W} {(inside & p[1]).name}")
+
+        args = [("ptr", self.vptr(register)), (f"i{W}", self.exec().name)]
+        return self.call("lanes_in_lds", f"i{W}", args, build)
 
     def lds_atomic(self, ins: Inst, k: str) -> None:
         m = _ATOMIC.match(k)

@@ -12,7 +12,6 @@ import re
 
 from mori_triton.emulator import isa
 from mori_triton.emulator.asm import Inst
-from mori_triton.emulator.memory import Memory
 from mori_triton.emulator.scalar import Scalar
 from mori_triton.emulator.state import (
     BARRIER,
@@ -31,13 +30,14 @@ from mori_triton.emulator.state import (
     VCC,
     unsupported,
 )
+from mori_triton.emulator.transfers import Transfers
 from mori_triton.emulator.vector import Vector
 
 _BRANCH = re.compile(r"s_(c?branch\w*|setpc_b64|swappc_b64|endpgm\w*|barrier|barrier_wait|sleep|sleep_var|trap)$")
 _MEMORY = re.compile(r"(global|flat|buffer|scratch)_(load|store|atomic)_")
 
 
-class Lifter(Vector, Scalar, Memory):
+class Lifter(Vector, Scalar, Transfers):
     """One kernel on its way to IR: `Lifter(prog, entry).lift()` is the module's text."""
 
     def leaders(self) -> list[int]:
@@ -115,6 +115,8 @@ class Lifter(Vector, Scalar, Memory):
                 self.v(ins, base)
             elif ins.mn.startswith("s_"):
                 self.s(ins, base)
+            elif self.transfer(ins, base):
+                pass
             elif ins.mn.startswith("ds_"):
                 self.ds(ins, base)
             elif _MEMORY.match(base):

@@ -12,6 +12,7 @@ from mori_triton.emulator.ir import Fn, Module, Pair, Val
 from mori_triton.emulator.state import CODE_BASE, DATA, EXEC, SCC, VREGS, Operand, unsupported
 
 _SYMBOL = re.compile(r"([\w.$]+)@(rel32|gotpcrel32|rel64|gotpcrel|abs32)(?:@(lo|hi))?(?:([+-]\d+))?$")
+_TO_LDS = re.compile(r"\blds\b|_lds_")
 Build = Callable[[Fn, list], None]
 
 
@@ -30,9 +31,10 @@ class LiftBase:
         self.module.ieee = not self.gfx12 and prog.directives.get("ieee_mode", "1") == "1"
         text = "\n".join(i.text for i in prog.insts)
         self.areg_base = _top(text, "v") + 1
-        # one extra register for dual-issue pairs
+        # one extra register for dual-issue pairs, five for copies to LDS
         self.temp = self.areg_base + _top(text, "a") + 1
-        self.num_vregs = self.temp + 1
+        self.spare = self.temp + 1
+        self.num_vregs = self.spare + 5 * bool(_TO_LDS.search(text))
         # stack and spills, bytes a lane
         self.private = -(-int(prog.directives.get("private_segment_fixed_size", "0")) // 4) * 4
         self.scratch = VREGS + 4 * self.W * self.num_vregs
@@ -94,8 +96,9 @@ class LiftBase:
         offset: int | Val = 0,
         limit: int | Val = 0,
         out: int | None = None,
+        lanes: Val | None = None,
     ) -> None:
-        """One vector access; see memory.Memory."""
+        """One vector access; see memory.Memory. lanes: those that take part, None: the active ones."""
         raise NotImplementedError
 
     def scalar_load(self, register: int, address: Val, num_bytes: int) -> None:

@@ -69,6 +69,7 @@ class Memory(Lds):
         offset: int | Val = 0,
         limit: int | Val = 0,
         out: int | None = None,
+        lanes: Val | None = None,
     ) -> None:
         """One vector access. address, data, out: vector register numbers; what: `load_b32`, `atomic_64`, ..."""
 
@@ -77,7 +78,7 @@ class Memory(Lds):
 
         args = [("ptr", "%w"), ("ptr", self.vptr(address)), ("ptr", self.vptr(data)), ("i64", text(base))]
         args += [("i64", str(how | self.pos << 32)), ("i32", text(offset)), ("i32", text(limit))]
-        args += [(f"i{self.W}", self.exec().name)]
+        args += [(f"i{self.W}", (lanes or self.exec()).name)]
         if what.startswith("atomic"):
             args.append(("ptr", self.vptr(data if out is None else out)))
         self.guarded(self.extern(f"mori_emu_{what}_w{self.W}", "i32", *args))
@@ -104,7 +105,7 @@ class Memory(Lds):
         ops, m = [self.op(o) for o in ins.ops], ins.mods
         ty = RESPELT.get(ty, ty)
         if "lds" in m or ty.startswith(("lds", "tr", "async")) or "async" in ins.mn:
-            raise KeyError("asynchronous, LDS-direct or transpose access")
+            raise KeyError("no semantics")
         if any(o.half == "h" for o in ops):
             raise KeyError("high half as an operand")
         returns = kind == "load" or (kind == "atomic" and self.returns(m))

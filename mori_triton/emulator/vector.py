@@ -13,6 +13,7 @@ from mori_triton.emulator.state import Operand
 from mori_triton.emulator.vector_lanes import Lanes
 from mori_triton.emulator.vector_matrix import ANY_FORMAT, MATRIX, Matrix
 from mori_triton.emulator.vector_packed import MIXED, PACKED, Packed
+from mori_triton.emulator.vector_small import SmallFloats, is_small_conversion
 
 _WIDTH = {"q": 64, "w": 64, "d": 64}
 
@@ -44,7 +45,7 @@ def bracket_list(text: str) -> list[int]:
     return [int(x) for x in text.strip("[]").split(",")]
 
 
-class Vector(Lanes, Packed, Matrix):
+class Vector(Lanes, Packed, Matrix, SmallFloats):
     """Part of the lifter: turns a vector instruction into the call of a helper."""
 
     def v(self, ins: Inst, base: str) -> None:
@@ -74,6 +75,8 @@ class Vector(Lanes, Packed, Matrix):
             self.mixed(ins, ops, k)
         elif k in MATRIX or ANY_FORMAT.match(k):
             self.matrix(ins, k)
+        elif is_small_conversion(k):
+            self.small_conversion(ins, k)
         elif k == "perm_b32":
             self.perm(ins, ops)
         elif k in isa.VALU:
@@ -254,6 +257,8 @@ class Vector(Lanes, Packed, Matrix):
             return r
         if name == "sub_nc_u32":
             return vals[0].cmp("ugt", vals[1]).pick(r, 0)
+        if name == "subrev_nc_u32":
+            return vals[1].cmp("ugt", vals[0]).pick(r, 0)
         if name == "add_nc_u32":
             return r.cmp("ult", vals[0]).pick(-1, r)
         if r.flt:

@@ -35,6 +35,14 @@ for _name in ("max_u16", "min_u16", "add_f16", "mul_f16", "fma_f16", "max_num_f1
 for _name in ("minimum_f16", "maximum3_f16", "minimum3_f16"):
     PACKED[f"pk_{_name}"] = (VALU[_name][0][0], VALU[_name][1])
 
+# with clamp: what overflows stays at the limit
+_SATURATING: dict[str, Formula] = {
+    "pk_add_u16": lambda a, b: a.intr("uadd.sat", b),
+    "pk_sub_u16": lambda a, b: a.intr("usub.sat", b),
+    "pk_add_i16": lambda a, b: a.intr("sadd.sat", b),
+    "pk_sub_i16": lambda a, b: a.intr("ssub.sat", b),
+}
+
 # mnemonic -> (16-bit type of a source, of the result with its half, None for fp32)
 MIXED: dict[str, tuple[str, str | None]] = {
     "fma_mix_f32": ("e", None),
@@ -68,6 +76,11 @@ class Packed(LiftBase):
 
     def packed(self, ins: Inst, ops: list[str], k: str) -> None:
         n, W, (letter, fn) = len(ops) - 1, self.W, PACKED[k]
+        clamp = "clamp" in ins.mods
+        if clamp:
+            if k not in _SATURATING:
+                raise KeyError("clamp")
+            fn = _SATURATING[k]
         lo, hi = _modifier(ins, "op_sel", 0, n), _modifier(ins, "op_sel_hi", 1, n)
         neg_lo, neg_hi = _modifier(ins, "neg_lo", 0, n), _modifier(ins, "neg_hi", 0, n)
         srcs = [self.op(o) for o in ops[1:]]
@@ -100,7 +113,7 @@ class Packed(LiftBase):
             f.emit("ret void")
 
         kinds = "".join(o.kind[0] for o in srcs)
-        self.call(f"{k}_{kinds}_{lo}{hi}{neg_lo}{neg_hi}", "void", args, build)
+        self.call(f"{k}_{kinds}_{lo}{hi}{neg_lo}{neg_hi}{'c' * clamp}", "void", args, build)
 
     def pair(self, o: Operand, letter: str = "f") -> tuple[str, str]:
         """A 64-bit scalar source as a helper's argument; an immediate stands in both halves."""

@@ -43,13 +43,13 @@ def to_float8(x: Val, mantissa: int, bias: int, top: float, fnuz: bool) -> Val:
     return nan.pick(0x80 if fnuz else sign | 0x7F, code)
 
 
-def _fp8(x: Val) -> Val:
-    """e4m3 of the target: gfx942's fnuz form or the OCP one."""
+def to_fp8(x: Val) -> Val:
+    """fp32 to e4m3 of the target: gfx942's fnuz form or the OCP one."""
     return to_float8(x, 3, 8, 240.0, True) if x.fn.module.fnuz else to_float8(x, 3, 7, 448.0, False)
 
 
-def _bf8(x: Val) -> Val:
-    """e5m2 likewise; the OCP form has infinities, which the saturating conversion keeps."""
+def to_bf8(x: Val) -> Val:
+    """fp32 to e5m2 likewise; the OCP form has infinities, which the saturating conversion keeps."""
     if x.fn.module.fnuz:
         return to_float8(x, 2, 16, 57344.0, True)
     code = to_float8(x, 2, 15, 57344.0, False)
@@ -100,8 +100,8 @@ CONVERT: dict[str, tuple[str, Formula]] = {
         "i<-ii",
         lambda a, b: pair(*(x.cmp("ugt", 65535).pick(65535, x).trunc(16) for x in (a, b))),
     ),
-    "cvt_pk_fp8_f32": ("h<-ff", _pair8(_fp8)),
-    "cvt_pk_bf8_f32": ("h<-ff", _pair8(_bf8)),
+    "cvt_pk_fp8_f32": ("h<-ff", _pair8(to_fp8)),
+    "cvt_pk_bf8_f32": ("h<-ff", _pair8(to_bf8)),
 }
 for _i in range(4):
     CONVERT[f"cvt_f32_ubyte{_i}"] = ("f<-i", lambda a, shift=8 * _i: ((a >> shift) & 255).utof())

@@ -121,7 +121,9 @@ MODIFIERS = tuple(
     for family, allowed in (
         (r"v_mfma", "cbsz|abid|blgp|op_sel|op_sel_hi"),
         (r"v_wmma", "neg_lo|neg_hi|op_sel|op_sel_hi|matrix_[ab]_(reuse|fmt)"),
-        (r"v_pk_", "op_sel|op_sel_hi|neg_lo|neg_hi"),
+        (r"v_pk_", "op_sel|op_sel_hi|neg_lo|neg_hi|clamp"),
+        (r"v_cvt_scale", "op_sel"),
+        (r"v_cvt_(pk_)?f32_(fp8|bf8)", "op_sel|src0_sel"),
         (r"v_fma_mix", "op_sel|op_sel_hi|clamp"),
         (r"v_permlane", "op_sel"),
         (r"v_(readlane|readfirstlane|writelane|swap|s)_", "none"),
@@ -129,6 +131,7 @@ MODIFIERS = tuple(
         (r"s_(buffer_)?load", f"offset|scale_offset|{_CACHE}"),
         (r"s_", "none"),
         (r"ds_", "offset[01]?"),
+        (r"buffer_load_b(32|96|128)$", f"offset|offen|lds|{_CACHE}"),
         (r"buffer_", f"offset|offen|{_CACHE}"),
         (r"(global|flat|scratch)_", f"offset|scale_offset|{_CACHE}"),
     )

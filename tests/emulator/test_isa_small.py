@@ -1,0 +1,178 @@
+"""Conversions of 8- and 4-bit floats against torch and the formats' definitions: every code, scales, halves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from mori_triton.errors import UnsupportedInstruction
+from tests.emulator import operands
+from tests.emulator.harness import Wave, register
+from tests.emulator.test_isa_matrix import TORCH, number
+
+pytestmark = pytest.mark.cpu
+
+ONE = 127 << 23
+LARGE = {"f32": (torch.float32, 32), "f16": (torch.float16, 16), "bf16": (torch.bfloat16, 16)}
+TOP = {("fp8", False): 448.0, ("bf8", False): 57344.0, ("fp8", True): 240.0, ("bf8", True): 57344.0}
+
+
+def encoded(x: np.ndarray, form: str, exponent: np.ndarray) -> np.ndarray:
+    """float64 / 2**exponent as codes of the OCP format: nearest even, saturated; bf8 keeps infinities."""
+    with np.errstate(all="ignore"):
+        scaled = np.ldexp(x, -exponent)
+    limited = np.clip(scaled, -TOP[form, False], TOP[form, False])
+    limited = np.where(np.isinf(x) & (form == "bf8"), x, limited)
+    return torch.from_numpy(limited).to(TORCH[form, False]).view(torch.uint8).numpy()
+
+
+def same(got: np.ndarray, want: np.ndarray, form: str) -> None:
+    nan = np.isnan(number(want.astype(np.uint64), form))
+    np.testing.assert_array_equal(np.isnan(number(got.astype(np.uint64), form)), nan)
+    np.testing.assert_array_equal(got[~nan], want[~nan])
+
+
+def sources(rng: np.random.Generator, large: str, shape: tuple) -> tuple[np.ndarray, np.ndarray]:
+    """(bits, values): everything, and many numbers in the range of 8-bit floats."""
+    letter = {"f32": "f", "f16": "e", "bf16": "f"}[large]
+    n = int(np.prod(shape))
+    near = (rng.standard_normal(n) * 2.0 ** rng.integers(-12, 10, n)).astype(np.float32)
+    anything = operands.values(rng, letter, n)
+    if large == "f16":
+        bits = np.where(rng.integers(0, 2, n) == 1, anything, near.astype(np.float16).view(np.uint16))
+    else:
+        bits = np.where(rng.integers(0, 2, n) == 1, anything, near.view(np.uint32))
+        bits = bits >> np.uint64(16) if large == "bf16" else bits
+    return bits.reshape(shape), number(bits.astype(np.uint64), large).reshape(shape)
+
+
+@pytest.mark.parametrize("large", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("form", ["fp8", "bf8"])
+def test_narrow_in_pairs(form, large):
+    """gfx950: two numbers to one half of the destination, the other half and inactive lanes keep theirs."""
+    src = "v0, v1" if large == "f32" else "v0"
+    zeros = "[0,0,0,1]" if large == "f32" else "[0,0,1]"
+    name = f"v_cvt_scalef32_pk_{form}_{large}"
+    wave = Wave("gfx950", [f"{name} v4, {src}, 1.0", f"{name} v5, {src}, v2 op_sel:{zeros}"])
+    rng = np.random.default_rng(5)
+    for _ in range(4):
+        bits, x = sources(rng, large, (2, 64))
+        wave.v[0], wave.v[1] = (bits[0], bits[1]) if large == "f32" else (bits[0] | bits[1] << np.uint64(16), 0)
+        exponents = rng.integers(-20, 20, 64)
+        wave.v[2] = (exponents + 127) << 23 | rng.integers(0, 1 << 23, 64)
+        wave.v[4:6] = 0xA1B2C3D4
+        wave.exec = int(rng.integers(0, 1 << 63))
+        active = np.array([wave.exec >> lane & 1 for lane in range(64)], bool)
+        wave.run()
+        for at, shift, e in ((4, 0, 0 * exponents), (5, 16, exponents)):
+            got = wave.v[at] >> shift & 0xFFFF
+            assert (wave.v[at] >> (16 - shift) & 0xFFFF == 0xA1B2C3D4 >> (16 - shift) & 0xFFFF).all()
+            assert (wave.v[at, ~active] == 0xA1B2C3D4).all()
+            for i in range(2):
+                same(got[active] >> (8 * i) & 255, encoded(x[i], form, e)[active].astype(np.uint32), form)
+
+
+@pytest.mark.parametrize("large", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("form", ["fp8", "bf8"])
+def test_eight_at_once(form, large):
+    """gfx1250: eight numbers down, and back with a scale."""
+    registers = 8 if large == "f32" else 4
+    wave = Wave(
+        "gfx1250",
+        [
+            f"v_cvt_scalef32_pk8_{form}_{large} v[20:21], v[0:{registers - 1}], 4.0",
+            f"v_cvt_scale_pk8_{large}_{form} v[30:{29 + registers}], v[20:21], 0x81",
+        ],
+    )
+    bits, x = sources(np.random.default_rng(6), large, (8, 32))
+    if large == "f32":
+        wave.v[:8] = bits
+    else:
+        wave.v[:4] = bits[::2] | bits[1::2] << np.uint64(16)
+    wave.run()
+    codes = np.stack([wave.v[20 + i // 4] >> (8 * (i % 4)) & 255 for i in range(8)])
+    same(codes, encoded(x, form, np.array(2)).astype(np.uint32), form)
+    check_widened(wave.v[30 : 30 + registers], codes, form, large, 2)
+
+
+def check_widened(got: np.ndarray, codes: np.ndarray, form: str, large: str, exponent: int, fnuz: bool = False) -> None:
+    """got: registers; codes [numbers, lanes]."""
+    dtype, bits = LARGE[large]
+    want = torch.from_numpy(np.ldexp(number(codes.astype(np.uint64), form, fnuz), exponent)).to(dtype)
+    if bits == 16:
+        got = np.stack([got[i // 2] >> (16 * (i % 2)) & 0xFFFF for i in range(len(codes))])
+    value = number(got.astype(np.uint64), large)
+    np.testing.assert_array_equal(value, want.double().numpy())
+    zero = value == 0
+    np.testing.assert_array_equal(np.signbit(value[zero]), np.signbit(want.double().numpy()[zero]))
+
+
+@pytest.mark.parametrize("large", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("form", ["fp8", "bf8", "fp4"])
+def test_widen_in_pairs(form, large):
+    """gfx950: every code, from each part of the source."""
+    wide = 2 if large == "f32" else 1
+    parts = [(0, 0), (1, 0)] if form != "fp4" else [(0, 0), (1, 0), (0, 1), (1, 1)]
+    lines = [
+        f"v_cvt_scalef32_pk_{large}_{form} {register('v', 10 + 2 * i, wide)}, v0, 0.5 op_sel:[{p[0]},{p[1]},0]"
+        for i, p in enumerate(parts)
+    ]
+    wave, rng = Wave("gfx950", lines), np.random.default_rng(8)
+    for i in range(2):
+        source = np.arange(256, dtype=np.uint8)[128 * i : 128 * i + 128] if i else rng.integers(0, 256, 256, np.uint8)
+        wave.v[0] = np.resize(source, 256).view(np.uint32)
+        wave.run()
+        for j, (a, b) in enumerate(parts):
+            low, size = (16 * a, 8) if form != "fp4" else (8 * (a + 2 * b), 4)
+            codes = np.stack([wave.v[0] >> (low + size * n) & ((1 << size) - 1) for n in range(2)])
+            check_widened(wave.v[10 + 2 * j : 10 + 2 * j + wide], codes, form, large, -1)
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx1201"])
+@pytest.mark.parametrize("form", ["fp8", "bf8"])
+def test_widen_without_scale(arch, form):
+    old = arch == "gfx942"
+    if old:
+        lines = [f"v_cvt_pk_f32_{form}_e32 v[4:5], v0", f"v_cvt_pk_f32_{form}_sdwa v[6:7], v0 src0_sel:WORD_1"]
+        lines += [f"v_cvt_f32_{form}_e32 v8, v0", f"v_cvt_f32_{form}_sdwa v9, v0 src0_sel:BYTE_3"]
+    else:
+        lines = [f"v_cvt_pk_f32_{form}_e32 v[4:5], v0", f"v_cvt_pk_f32_{form}_e64 v[6:7], v0 op_sel:[1,0]"]
+        lines += [f"v_cvt_f32_{form}_e32 v8, v0", f"v_cvt_f32_{form}_e64 v9, v0 op_sel:[1,1]"]
+    wave = Wave(arch, lines)
+    wave.v[0] = np.resize(np.random.default_rng(9).permutation(256).astype(np.uint8), 4 * wave.lanes).view(np.uint32)
+    wave.run()
+    for at, first, count in ((4, 0, 2), (6, 2, 2), (8, 0, 1), (9, 3, 1)):
+        codes = np.stack([wave.v[0] >> (8 * (first + i)) & 255 for i in range(count)])
+        check_widened(wave.v[at : at + count], codes, form, "f32", 0, fnuz=old)
+
+
+@pytest.mark.parametrize("op", ["add", "sub"])
+@pytest.mark.parametrize("signed", [False, True])
+def test_saturating_packed_integers(op, signed):
+    kind, dtype = ("i16", np.int16) if signed else ("u16", np.uint16)
+    lines = [f"v_pk_{op}_{kind} v4, v0, v1 clamp", "v_subrev_nc_u32_e64 v5, v0, v1 clamp"]
+    wave, rng = Wave("gfx1201", lines), np.random.default_rng(11)
+    wave.v[:2] = operands.values(rng, "i", 64).reshape(2, 32)
+    wave.run()
+    a, b = (wave.v[i].view(dtype).astype(np.int64) for i in range(2))
+    limits = np.iinfo(dtype)
+    want = np.clip(a + b if op == "add" else a - b, limits.min, limits.max)
+    np.testing.assert_array_equal(wave.v[4].view(dtype), want)
+    np.testing.assert_array_equal(wave.v[5], np.maximum(wave.v[1].astype(np.int64) - wave.v[0], 0))
+
+
+@pytest.mark.parametrize(
+    ("arch", "line"),
+    [
+        ("gfx1250", "v_cvt_scale_pk8_f32_fp8 v[0:7], v[8:9], v10"),
+        ("gfx1250", "v_cvt_scale_pk8_f32_fp8 v[0:7], v[8:9], 0x7f scale_sel:1"),
+        ("gfx950", "v_cvt_scalef32_pk_fp8_f32 v0, v1, -v2, 1.0"),
+        ("gfx950", "v_cvt_scalef32_pk32_f32_fp6 v[0:31], v[40:45], 1.0"),
+        ("gfx950", "v_cvt_scalef32_sr_fp8_f32 v0, v1, v2, 1.0"),
+        ("gfx1201", "v_pk_mul_lo_u16 v0, v1, v2 clamp"),
+    ],
+)
+def test_refused(arch, line):
+    with pytest.raises(UnsupportedInstruction):
+        Wave(arch, [line])
