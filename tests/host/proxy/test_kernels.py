@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mori_triton import abi, bitcode, emulator
-from mori_triton.device.launch import launch
+from mori_triton.device.launch import TARGETS, cross_compile, launch
 from mori_triton.host.bootstrap.threads import ThreadGroup
 from mori_triton.host.proxy import Op, Proxy, Ring, layout
 from tests.device import kernels as device_kernels
@@ -250,6 +250,14 @@ def test_a_barrier_of_pes_that_are_all_far() -> None:
 
         assert pes.run(program) == [0] * 4
         assert [pes.records(pe) for pe in range(4)] == [[]] * 4
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", list(TARGETS))
+def test_kernels_through_the_proxy_are_built_for_every_target(arch: str) -> None:
+    library = bitcode.specialize(arch, provider="proxy")
+    signature = {"ctx": "*i64", "out": "*i64", "dst": "*i64", "src": "*i64", "num_bytes": "i32", "pe": "i32"}
+    assert cross_compile(kernels.results_kernel, signature, arch=arch, library=library).asm
 
 
 # ------------------------------------------------------------------------------------------ a loop that a test controls

@@ -434,6 +434,20 @@ def test_what_never_ends_is_reported_at_the_limit_and_its_slot_stays() -> None:
     assert ucp.ended(0) == "failed"
 
 
+def test_messages_that_are_never_answered_give_their_slots_back_at_the_limit() -> None:
+    ucp = Ucp(entries=4, n_pes=3, timeout_s=0.05)
+    ucp.answers = {"hold": []}
+    ucp.post(ADD, ADD, SIGNAL)
+    assert ucp.run(1.0) == 0
+    assert [ucp.ended(i) for i in range(3)] == ["failed"] * 3
+    # who fails with it has not waited for its own limit
+    assert sorted(r.kind.name for r in ucp.ring.errors()) in (["PEER_FAILED"] * 2 + ["TIMEOUT"], ["TIMEOUT"] * 3)
+    # the ring goes on for others
+    indices = ucp.post(*[descriptor(Op.PUT, 2, local=1, remote=8, num_bytes=8)] * 4)
+    assert ucp.run() == 0
+    assert [ucp.ended(i) for i in indices] == ["done"] * 4
+
+
 def test_only_the_first_failures_have_records() -> None:
     ucp = Ucp(entries=64)
     ucp.post(*(descriptor(Op.PUT, 9, local=1, remote=i, num_bytes=1) for i in range(40)))
