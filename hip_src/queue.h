@@ -183,7 +183,8 @@ MORI_BODY u64 take_result(Call call, u64 queue, i32 pe) {
     if (is_broken(queue)) return 0;
     u64 free = load_system<u64>(pool), bit = free & -free;
     if (bit != 0) {
-      if ((and_system<u64>(pool, ~bit) & bit) != 0) return bit;
+      // not an atomic AND: AMD's code generator makes that one of a load without scope and this
+      if (compare_swap_system<u64>(pool, free, free - bit) == free) return bit;
       continue;
     }
     if (over) {
@@ -202,7 +203,7 @@ MORI_BODY i32 fetch(Call call, u64 queue, i32 pe, Verb verb, u64 remote, u64 val
   u64 end = post(call, queue, pe, verb, remote, place, 8, fixed(&facts(queue)->results_lkey), value, compare);
   if (end == 0 || wait_done(call, queue, pe, end) != 0) return -1;
   *old = load_first<u64>(place);
-  or_system<u64>(MORI_WORD(queue, free_results), bit);
+  add_system<u64>(MORI_WORD(queue, free_results), bit);
   return 0;
 }
 
