@@ -116,19 +116,16 @@ struct QueuePair {
   bool failing() const { return broken || bad_index != kNever; }
   // the card itself is told nonsense: the next request fails with it
   void reject(const char* what, u64 want, u64 got) {
-    if (failing()) return;
     bad = {kOperation, what, want, got};
     bad_index = producer++;
   }
-  // One slot is always free: else full would look like empty.
-  bool fits(u64 candidate) {
-    u64 room = num_wqes - 1, under_way = candidate - retired;
-    if (under_way > room) reject("requests under way: want at most {want}, got {got}", room, under_way);
-    return under_way <= room;
-  }
-  // requests up to `candidate` are there to be taken
+  // Requests up to `candidate` are there to be taken. One slot is always free: else full would look like empty.
   void advance(u64 candidate) {
-    if (fits(candidate) && candidate > producer) producer = candidate;
+    u64 room = num_wqes - 1, under_way = candidate - retired;
+    if (under_way <= room)
+      producer = candidate;
+    else if (!failing())
+      reject("requests under way: want at most {want}, got {got}", room, under_way);
   }
 };
 

@@ -18,7 +18,6 @@ inline void mlx5_ring(QueuePair* q, u64 value) {
   if (q->failing()) return q->advance(candidate);
   if (producer >> 16) return q->reject("doorbell record: want at most {want:#x}, got {got:#x}", 0xffff, producer);
   if (number != q->number) return q->reject("queue pair in the doorbell: want {want:#x}, got {got:#x}", q->number, number);
-  if (!q->fits(candidate)) return;
   u16 behind = static_cast<u16>(candidate - 1 - be16(control + 1));
   if (behind >= candidate - q->rung)
     return q->reject("request that the doorbell names: want one that the record covers, up to {want:#x}, got {got:#x}",
