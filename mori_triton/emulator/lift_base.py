@@ -9,10 +9,21 @@ from typing import Any
 from mori_triton.emulator import isa
 from mori_triton.emulator.asm import Inst, Program
 from mori_triton.emulator.ir import Fn, Module, Pair, Val
-from mori_triton.emulator.state import CODE_BASE, DATA, EXEC, SCC, VREGS, Operand, unsupported
+from mori_triton.emulator.state import (
+    CODE_BASE,
+    DATA,
+    EXEC,
+    PRIVATE_BASE,
+    SCC,
+    SHARED_BASE,
+    VREGS,
+    Operand,
+    unsupported,
+)
 
 _SYMBOL = re.compile(r"([\w.$]+)@(rel32|gotpcrel32|rel64|gotpcrel|abs32)(?:@(lo|hi))?(?:([+-]\d+))?$")
 _TO_LDS = re.compile(r"\blds\b|_lds_")
+APERTURES = {"src_shared_base": SHARED_BASE, "src_private_base": PRIVATE_BASE}
 Build = Callable[[Fn, list], None]
 
 
@@ -77,6 +88,8 @@ class LiftBase:
             return self.f.load(self.f.gep("%w", SCC), 32).zext(bits)
         if o.kind == "sym":
             return self.symbol(o.text, bits)
+        if o.text in APERTURES and bits == 64:
+            return self.f.int(APERTURES[o.text], 64)
         raise KeyError(f"operand {o.text}")
 
     def swrite(self, o: Operand, v: Val) -> None:

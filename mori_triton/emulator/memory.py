@@ -23,6 +23,7 @@ from mori_triton.emulator.accesses import (
     INVALIDATE_SYSTEM,
     INVALIDATE_WORKGROUP,
     LOADS,
+    LOCAL,
     RESPELT,
     SCRATCH,
     SCRATCH_OFFSET,
@@ -35,8 +36,9 @@ from mori_triton.emulator.accesses import (
     operation,
 )
 from mori_triton.emulator.asm import Inst
-from mori_triton.emulator.ir import Val
+from mori_triton.emulator.ir import Fn, Val
 from mori_triton.emulator.lds import Lds
+from mori_triton.emulator.lift_base import APERTURES
 from mori_triton.emulator.state import Operand
 
 
@@ -135,15 +137,44 @@ class Memory(Lds):
         if "scale_offset" in m:
             how |= 8
         where: dict[str, Any]
-        if space == "scratch":
-            wave = self.f.ins("ptrtoint ptr %w to i64", 64)
+        if space == "flat" and self.has_flat_addresses:
+            lanes, rest = self.flat_lanes(address.idx)
+            old = out.idx if out else None
+            self.access(what, address.idx, data.idx, how | LOCAL, offset=offset, out=old, lanes=lanes[0])
+            stack = self.stack(offset)
+            self.access(what, address.idx, data.idx, how | SCRATCH_OFFSET, out=old, lanes=lanes[1], **stack)
+            how, where = how | ADDRESS, {"offset": offset, "lanes": rest}
+        elif space == "scratch":
             how |= SCRATCH_OFFSET if address.kind == "v" else SCRATCH
-            where = {"base": wave + self.scratch, "offset": self.sread(scalar) + offset, "limit": self.private}
+            where = self.stack(self.sread(scalar) + offset)
         elif scalar.kind == "null":
             how, where = how | ADDRESS, {"offset": offset}
         else:
             how, where = how | BASE_AND_OFFSET, {"base": self.sread(scalar, 64), "offset": offset}
         self.access(what, address.idx, data.idx, how, out=out.idx if out else None, **where)
+
+    def stack(self, offset: int | Val) -> dict[str, Any]:
+        """Where a lane's stack is, for `access`."""
+        wave = self.f.ins("ptrtoint ptr %w to i64", 64)
+        return {"base": wave + self.scratch, "offset": offset, "limit": self.private}
+
+    @functools.cached_property
+    def has_flat_addresses(self) -> bool:
+        """Does the kernel make flat addresses of LDS or of stacks?"""
+        return any(name in i.text for i in self.p.insts for name in APERTURES)
+
+    def flat_lanes(self, register: int) -> tuple[list[Val], Val]:
+        """Active lanes whose 64-bit address lies in LDS, on the stack; all others."""
+        active, masks = self.exec(), []
+        for start in APERTURES.values():
+
+            def build(f: Fn, p: list, start: int = start) -> None:
+                found = (f.load(p[0], 32, self.W) & 0xFFF00000).cmp("eq", start >> 32).lanes_to_bits()
+                f.emit(f"ret i{self.W} {(found & p[1]).name}")
+
+            args = [("ptr", self.vptr(register + 1)), (f"i{self.W}", active.name)]
+            masks.append(self.call(f"flat_lanes_{start:x}", f"i{self.W}", args, build))
+        return masks, active & ~(masks[0] | masks[1])
 
     def buffer_access(self, what: str, ops: list[Operand], mods: dict, how: int, offset: int) -> None:
         """data, offset register, resource, scalar offset. The old value of an atomic goes to the data registers."""

@@ -15,6 +15,13 @@ from mori_triton.emulator.memory import Memory
 # gfx950, gfx1250, gfx1201: bits of a lane, bits of an element
 _TRANSPOSE = re.compile(r"load_(?:b(?P<b1>\d+)_tr_b(?P<e1>\d+)|tr(?P<e2>\d+)_b(?P<b2>\d+)|tr_b(?P<b3>\d+))$")
 _TO_LDS = re.compile(r"global_load_(lds|async_to_lds)_(\w+)$|buffer_load_(\w+)$")
+# (bits of a lane, bits of an element)
+_KNOWN = {
+    ("gfx950", "ds"): {(64, 16), (64, 8), (64, 4)},
+    ("gfx1250", "ds"): {(128, 16), (64, 8)},
+    ("gfx1250", "global"): {(128, 16), (64, 8)},
+    ("gfx1201", "global"): {(128, 16), (64, 8)},
+}
 
 
 def source_lane(lane: Val, element: int, bits: int, wave: int) -> Val:
@@ -52,8 +59,7 @@ class Transfers(Memory):
         return False
 
     def transposing_load(self, ins: Inst, space: str, size: int, bits: int) -> None:
-        known = {(64, 64, 16), (64, 64, 8), (64, 64, 4), (32, 128, 16), (32, 64, 8)}
-        if (self.W, size, bits) not in known:
+        if (size, bits) not in _KNOWN.get((self.p.arch, space), ()):
             raise KeyError("no semantics")
         W, ops, registers = self.W, [self.op(o) for o in ins.ops], size // 32
         dst, offset = ops[0].idx, int(ins.mods.get("offset", "0"), 0)
@@ -103,8 +109,8 @@ class Transfers(Memory):
         larger types. The instruction's offset applies to both addresses.
         """
         ty = "u8" if ty == "b8" else ty
-        allowed = ("u8", "b32", "b64", "b128") if per_lane else ("b32", "b96", "b128")
-        if ty not in allowed:
+        allowed = {"gfx942": ("b32",), "gfx950": ("b32", "b96", "b128"), "gfx1250": ("u8", "b32", "b64", "b128")}
+        if ty not in allowed.get(self.p.arch, ()):
             raise KeyError(f"data type {ty}")
         ops, offset = [self.op(o) for o in ins.ops], int(ins.mods.get("offset", "0"), 0)
         lanes, data, where = self.exec(), self.spare + 1, self.spare

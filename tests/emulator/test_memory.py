@@ -244,12 +244,7 @@ def test_other_threads_never_see_half_a_lane(program, piece):
 @pytest.mark.parametrize(
     ("arch", "text"),
     [
-        ("gfx942", "buffer_load_dword v1, s[4:7], 0 offen lds"),
-        ("gfx942", "global_load_lds_dword v1, s[2:3]"),
         ("gfx942", "buffer_load_dword v1, v2, s[4:7], 0 idxen"),
-        ("gfx1250", "global_load_async_to_lds_b32 v1, v2, s[2:3]"),
-        ("gfx1250", "global_load_tr8_b64 v[1:2], v3, s[2:3]"),
-        ("gfx950", "ds_read_b64_tr_b16 v[2:3], v1"),
         ("gfx1201", "global_atomic_ordered_add_b64 v1, v[2:3], s[2:3]"),
         ("gfx1201", "global_load_b32 v1, v2, s[2:3] unheard_of"),
         ("gfx1201", "ds_append v1"),

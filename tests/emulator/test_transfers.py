@@ -164,3 +164,51 @@ def test_lds_is_checked():
 def test_refused(arch, line):
     with pytest.raises(UnsupportedInstruction):
         Wave(arch, [line])
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx1250"])
+def test_flat_addresses_of_lds_and_stack(arch):
+    """One instruction reaches global memory, LDS and the stack, each lane where its address says."""
+    old_names = arch == "gfx942"
+    word, returns = ("dword", "sc0") if old_names else ("b32", "th:TH_ATOMIC_RETURN")
+    one = f"""
+    s_mov_b64 s[12:13], src_shared_base
+    s_mov_b64 s[14:15], src_private_base
+    flat_load_{word} v3, v[6:7] offset:4
+    flat_store_{word} v[6:7], v10 offset:8
+    flat_atomic_add{"" if old_names else "_u32"} v11, v[6:7], v10 {returns}
+    """
+    p = Program(arch, {"one": one, "more_registers": "v_mov_b32 v20, 0"}, private_bytes=64)
+    wave, rng = BareWave(p), np.random.default_rng(6)
+    memory, lds = (rng.integers(0, 1 << 30, 1024, np.uint32) for _ in range(2))
+    wave.set_lds(lds.view(np.uint8))
+    wave.allow(memory)
+    stack = wave.scratch.view(np.uint32).reshape(p.W, 16)
+    stack[:] = rng.integers(0, 1 << 30, stack.shape)
+    before = [memory.copy(), lds.copy(), stack.copy()]
+    bases = [memory.ctypes.data, lay.SHARED_BASE, lay.PRIVATE_BASE]
+    space, index = rng.integers(0, 3, p.W), rng.permutation(p.W) * 4
+    index[space == 2] = rng.integers(0, 13, p.W)[space == 2]
+    for lane in range(p.W):
+        address = bases[space[lane]] + 4 * int(index[lane])
+        wave.v[6, lane], wave.v[7, lane] = address & 0xFFFFFFFF, address >> 32
+    wave.v[10] = np.arange(p.W) + 7
+    assert wave("one", EVERYONE[p.W]) == lay.DONE
+    assert (int(wave.s[13]) << 32, int(wave.s[15]) << 32) == (lay.SHARED_BASE, lay.PRIVATE_BASE)
+    for lane in range(p.W):
+        old = before[space[lane]][lane] if space[lane] == 2 else before[space[lane]]
+        new = [memory, lds, stack[lane]][space[lane]]
+        i = index[lane]
+        assert wave.v[3, lane] == old[i + 1]
+        assert wave.v[11, lane] == old[i]
+        assert (new[i], new[i + 1], new[i + 2]) == (old[i] + lane + 7, old[i + 1], lane + 7)
+
+
+def test_flat_addresses_are_checked():
+    p = Program("gfx942", {"one": "s_mov_b64 s[12:13], src_private_base\nflat_load_dword v3, v[6:7]"}, private_bytes=64)
+    wave = BareWave(p)
+    wave.v[7] = lay.PRIVATE_BASE >> 32
+    assert wave("one", 1) == lay.DONE
+    wave.v[6] = 61
+    assert wave("one", 1) == lay.FAULTED
+    assert wave.get(lay.FAULT) == 5
