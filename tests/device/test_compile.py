@@ -209,6 +209,26 @@ def test_m5_every_call_is_inlined(arch: str, group: str) -> None:
             assert re.search(rf"\.(globl|protected)\s+{abi.CONTEXT_SYMBOL}", asm["amdgcn"])
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_build_that_tells_more_links_too_and_is_another(arch: str) -> None:
+    plain, telling = (
+        cross_compile(
+            probe.ring_kernel,
+            probe.RING_SIGNATURE,
+            arch=arch,
+            library=bitcode.specialize(arch, provider="p2p", debug=tells, profiler=tells),
+        )
+        for tells in (False, True)
+    )
+    # every operation reads the clock twice; without, only a wait that is not over at once does
+    clock = {"gfx942": "s_memrealtime", "gfx950": "s_memrealtime", "sm_90": "globaltimer"}.get(
+        arch, "s_sendmsg_rtn|S_GET|REALTIME"
+    )
+    texts = [built.asm["ptx" if arch.startswith("sm_") else "amdgcn"] for built in (plain, telling)]
+    counts = [len(re.findall(clock, text)) for text in texts]
+    assert counts[0] + 4 <= counts[1]
+
+
 def test_m1_externs_use_the_keyword_of_this_triton() -> None:
     assert "_semantic" in inspect.signature(core.extern_elementwise).parameters
     assert "_semantic" in inspect.signature(externs.ctx_my_pe).parameters
