@@ -38,7 +38,7 @@ def run(n: int, fabric: SoftFabric, program, *, gpus_per_node: int = 1, **settin
     chosen = dataclasses.replace(SETTINGS, gpus_per_node=gpus_per_node, num_qp_per_pe=2, **settings)
 
     def on(pe: int):
-        here = state.open_state(group.bootstrap(pe), CpuDriver(), chosen, fabric=fabric)
+        here = state.open_state(group.bootstrap(pe), CpuDriver(), chosen, fabric=fabric, owns_bootstrap=False)
         try:
             result = program(here)
         except BaseException as error:
@@ -47,6 +47,7 @@ def run(n: int, fabric: SoftFabric, program, *, gpus_per_node: int = 1, **settin
             raise
         if not here.closed:
             here.close()
+        assert here.driver._owned == {}, "everything was given back"
         return result
 
     return run_threads(n, on)
@@ -80,6 +81,8 @@ def test_tables(provider: str) -> None:
         worlds = run(3, SoftFabric(provider, hca, num_wqes=16), program)
         assert hca.describe() == hca.errors == []
     numbers = []
+    results = sorted(queue["results"] for queues, _, _ in worlds for queue in queues.values())
+    assert all(second - first >= 65 * 8 for first, second in itertools.pairwise(results))
     for pe, (queues, _, regions) in enumerate(worlds):
         assert set(queues) == {(peer, at) for peer in range(3) if peer != pe for at in range(2)}
         for (peer, at), queue in queues.items():
@@ -169,8 +172,10 @@ def test_one_pe_that_cannot_is_an_error_on_all() -> None:
 
 
 def post_nonsense(here: state.PeState) -> int:
-    """Ring for a request that was not written; the number of the queue pair. mlx5."""
-    queue = queues_of(here)[1 - here.pe, 0]
+    """Ring for a request that was not written; the number of the queue pair. mlx5, of two PEs."""
+    (network,) = struct.unpack("<Q", here.driver.read(here.heap.ctx_address + 64, 8))
+    (table,) = struct.unpack("<Q", here.driver.read(network + 8, 8))
+    queue = dict(zip(NAMES, QUEUE.unpack(here.driver.read(table + 2 * (1 - here.pe) * 320, QUEUE.size)), strict=True))
     here.driver.write(queue["record"], struct.pack(">I", 1))
     here.driver.write(queue["doorbell"], struct.pack(">II", 0, queue["number"] << 8 | 3))
     return queue["number"]
@@ -198,6 +203,27 @@ def test_what_no_kernel_has_seen_fail_is_raised_once() -> None:
     assert isinstance(error, NetworkError)
     assert str(error).startswith("operations over the network failed that no kernel waited for:\n")
     assert f"soft mlx5, queue pair {number:#x} of PE 0 to PE 1, request 0: " in str(error)
+
+
+def test_what_a_kernel_has_seen_fail_is_not_raised_again() -> None:
+    with SoftHca() as hca:
+        hca.start()
+
+        def program(here: state.PeState) -> None:
+            if here.pe == 0:
+                (network,) = struct.unpack("<Q", here.driver.read(here.heap.ctx_address + 64, 8))
+                (table,) = struct.unpack("<Q", here.driver.read(network + 8, 8))
+                # as a kernel leaves it: `error` of connection 0 with PE 1
+                here.driver.write(table + 2 * 320 + 280, struct.pack("<Q", 1 << 63 | 2))
+                post_nonsense(here)
+                until = time.monotonic() + 5
+                while not hca.errors and time.monotonic() < until:
+                    time.sleep(0.001)
+                assert hca.errors
+            here.bootstrap.barrier()
+            here.check_errors()
+
+        run(2, SoftFabric("mlx5", hca), program)
 
 
 def test_the_end_waits_for_what_is_under_way() -> None:
