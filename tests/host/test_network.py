@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import struct
+import threading
 import warnings
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from mori_triton.host.network.choose import open_network
 from mori_triton.host.network.fabric import Site
 from mori_triton.host.nic import agree, soft_hca
 from mori_triton.host.proxy import fabric as proxy_fabric
+from tests.host.fake_gpu import fake_driver
 from tests.host.nic.sysfs_trees import BROADCOM, MELLANOX, Node
 from tests.host.worlds import SETTINGS, error_of, run_threads
 
@@ -431,3 +433,44 @@ def test_what_stands_in_several_places() -> None:
     assert {name: code for name, code in abi.PROVIDERS.items() if name != "any"} == {
         "mlx5": 1, "bnxt_re": 2, "ionic": 3, "proxy": 4, "p2p": 5,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["cuda", "hip"])
+def test_the_proxy_on_gpus_has_its_heap_in_pinned_memory(kind: str, monkeypatch) -> None:
+    """It is given up for such a one once the transport is known; PEs of a process still map each other's."""
+    fabric = NotedFabric("proxy")
+    fabric.heap_kind = MemoryKind.FINE_GRAINED
+    monkeypatch.setattr(proxy_fabric, "ProxyFabric", lambda: fabric)
+    group, (first, gpus) = ThreadGroup(3, timeout_s=5.0), fake_driver(kind, 0)
+    drivers = [first, *(fake_driver(kind, 1, gpus=gpus)[0] for _ in range(2))]
+    settings = dataclasses.replace(SETTINGS, gpus_per_node=2, transport="proxy", heap_bytes=4 << 20)
+
+    def program(pe: int):
+        here = state.open_state(group.bootstrap(pe), drivers[pe], settings)
+        where = here.heap.base in gpus.memory["host"], [here.heap.reaches(peer) for peer in range(3)]
+        here.bootstrap.barrier()
+        here.close()
+        return where
+
+    assert run_threads(3, program) == [(True, [pe // 2 == peer // 2 for peer in range(3)]) for pe in range(3)]
+    assert {site.kind for site in fabric.sites} == {MemoryKind.FINE_GRAINED}
+    assert [site.peers for site in sorted(fabric.sites, key=lambda site: site.pe)] == [(2,), (2,), (0, 1)]
+    gc.collect()
+    assert not any(gpus.memory.values())
+
+
+def test_pinned_heaps_of_other_processes_are_not_mapped(monkeypatch) -> None:
+    monkeypatch.setattr(state, "process_identity", lambda: threading.current_thread().name)
+    fabric = NotedFabric()
+    fabric.heap_kind = MemoryKind.FINE_GRAINED
+    group, (first, gpus) = ThreadGroup(2, timeout_s=5.0), fake_driver("cuda", 0)
+    drivers = [first, fake_driver("cuda", 1, gpus=gpus)[0]]
+
+    def program(pe: int):
+        here = state.open_state(group.bootstrap(pe), drivers[pe], SETTINGS, fabric=fabric)
+        reached = [here.heap.reaches(peer) for peer in range(2)]
+        here.bootstrap.barrier()
+        here.close()
+        return reached
+
+    assert run_threads(2, program) == [[True, False], [False, True]]
