@@ -6,7 +6,9 @@ import triton.language as tl
 from mori_triton import abi
 from mori_triton.device import externs, shmem
 
-ADD = tl.constexpr(abi.ATOMIC_ADD)
+ADD, INC, FETCH = tl.constexpr(abi.ATOMIC_ADD), tl.constexpr(abi.ATOMIC_INC), tl.constexpr(abi.ATOMIC_FETCH)
+FETCH_ADD, SWAP = tl.constexpr(abi.ATOMIC_FETCH_ADD), tl.constexpr(abi.ATOMIC_SWAP)
+COMPARE_SWAP = tl.constexpr(abi.ATOMIC_COMPARE_SWAP)
 
 
 @triton.jit(do_not_specialize=["pe", "value", "num"])
@@ -80,3 +82,17 @@ def results_kernel(ctx, out, dst, src, num_bytes, pe):
 @triton.jit
 def quiet_all(ctx, out):
     tl.store(out, shmem.quiet(ctx))
+
+
+@triton.jit(do_not_specialize=["pe"])
+def codes_kernel(ctx, out, word, pe):
+    """Codes that fetch where nobody wants it and the other way round, values that a code ignores. out: int64 [4]."""
+    tl.store(out, externs.ctx_atomic_fetch_uint64(ctx, word, 7, 9, FETCH, pe, 0).to(tl.int64))
+    tl.store(out + 1, externs.ctx_atomic_fetch_uint64(ctx, word, 5, 0, ADD, pe, 0).to(tl.int64))
+    externs.ctx_atomic_uint64(ctx, word, 1, 0, FETCH_ADD, pe, 0)
+    tl.store(out + 2, externs.ctx_atomic_fetch_uint64(ctx, word, 0, 0, FETCH, pe, 0).to(tl.int64))
+    externs.ctx_atomic_uint64(ctx, word, 200, 0, SWAP, pe, 0)
+    externs.ctx_atomic_uint64(ctx, word, 300, 200, COMPARE_SWAP, pe, 0)
+    externs.ctx_atomic_uint64(ctx, word, 400, 200, COMPARE_SWAP, pe, 0)
+    tl.store(out + 3, externs.ctx_atomic_fetch_uint64(ctx, word, 9, 0, INC, pe, 0).to(tl.int64))
+    externs.ctx_atomic_uint64(ctx, word, 9, 0, INC, pe, 0)

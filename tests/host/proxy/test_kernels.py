@@ -137,6 +137,20 @@ def test_a_copy_is_one_operation_of_its_program(two: FarPes, which: int) -> None
 
 
 @needs_ucx
+def test_the_local_side_may_be_any_memory_of_the_process(two: FarPes) -> None:
+    data, back, out = torch.from_numpy(pattern(3000, 9)), torch.full((3000,), 0xEE, dtype=torch.uint8), torch.zeros(1)
+    put, get = device_kernels.PUTS[0], device_kernels.GETS[0]
+    with two.current(0) as ctx:
+        there = two.base(0) + 4096
+        for which, dst, src in ((put, there, data), (get, back, there)):
+            # tensors, so that the device knows their memory
+            run(device_kernels.copy_kernel, (1,), ctx, out.long(), dst, src, 3000, 1, 0, 0, 0, which, FULL=False)
+    np.testing.assert_array_equal(two.heaps[1][4096:7096].numpy(), data.numpy())
+    np.testing.assert_array_equal(back.numpy(), data.numpy())
+    assert two.records(0) == []
+
+
+@needs_ucx
 def test_every_fetch_and_every_atomic_without_a_result(two: FarPes) -> None:
     lanes, p32, p64 = 64, 8192, 8448
     out = torch.full((16, lanes), -7)
@@ -173,6 +187,18 @@ def test_every_fetch_and_every_atomic_without_a_result(two: FarPes) -> None:
     assert two.view(1, p64, 8, torch.int64).tolist() == [*want, 1 << 40, old]
     assert two.records(0) == []
     assert two.all_free()
+
+
+@needs_ucx
+def test_a_code_means_the_same_whether_its_result_is_wanted_or_not(two: FarPes) -> None:
+    out = torch.full((4,), -7)
+    two.view(1, 4096, 1, torch.int64)[0] = 100
+    with two.current(0) as ctx:
+        run(kernels.codes_kernel, (1,), ctx, out, two.view(0, 4096, 1, torch.int64), 1)
+        run(kernels.quiet_all, (1,), ctx, torch.zeros(1))
+    assert out.tolist() == [100, 100, 106, 300]
+    assert two.view(1, 4096, 1, torch.int64).item() == 302
+    assert two.records(0) == []
 
 
 @needs_ucx
