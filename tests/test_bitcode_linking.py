@@ -90,6 +90,17 @@ def test_what_is_compiled_for_one_provider_is_not_used_for_another(here: SimpleN
         assert int(word[0]) == 4
 
 
+def test_a_kernel_with_the_library_as_it_was_built_looks_up_what_it_is_for() -> None:
+    pes = Pes(1, "gfx1201")
+    with pes.current(0) as ctx:
+        word = pes.view(0, 4096, 1, torch.int64)
+        word[0] = 0
+        libraries = {abi.LIBRARY: str(bitcode.find_bitcode("gfx1201"))}
+        compiled = launch.launch(signal_kernel, (1,), ctx, word, 0, num_warps=1, extern_libs=libraries)
+        assert int(word[0]) == 1
+        assert abi.PROVIDER_SYMBOL in compiled.asm["amdgcn"]
+
+
 def test_the_hook_refuses_a_kernel_for_another_provider(here: SimpleNamespace, tmp_path: Path) -> None:
     def load(library: Path | str) -> None:
         about = tmp_path / "kernel.json"
