@@ -142,8 +142,9 @@ class Scalar(LiftBase):
 
     def require_mode(self, offset: int, size: int, text: str) -> None:
         """Bits of the mode register: 0-3 round to nearest even, 4-7 keep denormals."""
-        usual = (0xF0 >> offset) & ((1 << size) - 1)
-        if not re.match(r"(0x)?[0-9a-f]+$", text) or int(text, 0) != usual:
+        field = (1 << size) - 1
+        # gfx1250 keeps the high bits of register numbers in what lies above the field
+        if not re.match(r"(0x)?[0-9a-f]+$", text) or int(text, 0) & field != (0xF0 >> offset) & field:
             raise KeyError("rounding or denormal mode")
 
     def require_workgroup_barrier(self, ins: Inst) -> None:

@@ -64,6 +64,7 @@ def test_usual_modes_are_accepted():
     lines = ["s_setreg_imm32_b32 hwreg(HW_REG_WAVE_MODE, 2, 2), 0", "s_denorm_mode 15", "s_round_mode 0x0"]
     lines += [
         "s_setreg_imm32_b32 hwreg(HW_REG_MODE, 23, 1), 1",
+        "s_setreg_imm32_b32 hwreg(HW_REG_WAVE_MODE, 2, 2), 0x5000",
         "s_setreg_imm32_b32 hwreg(HW_REG_WAVE_SCHED_MODE, 0, 2), 2",
     ]
     assert Wave("gfx1201", lines).run() == state.DONE

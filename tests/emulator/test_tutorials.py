@@ -11,7 +11,7 @@ import triton.language as tl
 from mori_triton import emulator
 
 from . import tutorial_kernels as kernels
-from .test_triton_kernels import ARCHS, archs, assert_within, nan, on, random
+from .test_triton_kernels import ARCHS, archs, assert_within, integers, nan, on, random
 
 pytestmark = pytest.mark.cpu
 __all__ = ["on"]
@@ -43,15 +43,16 @@ def product(a, b, bits=11):
 
 
 def run_matmul(a, b, tile=(32, 32, 32), num_warps=2, num_stages=2, activation=False, dtype=torch.float16):
+    """(a @ b, the compiled kernel)"""
     (M, K), N = a.shape, b.shape[1]
     c = nan(M, N, dtype=dtype)
     grid = (triton.cdiv(M, tile[0]) * triton.cdiv(N, tile[1]),)
-    kernels.matmul[grid](
+    kernel = kernels.matmul[grid](
         a, b, c, M, N, K, a.stride(0), a.stride(1), b.stride(0), b.stride(1), c.stride(0), c.stride(1),
         BLOCK_M=tile[0], BLOCK_N=tile[1], BLOCK_K=tile[2], GROUP=2, ACTIVATION=activation,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
-    return c
+    return c, kernel
 
 
 @archs(*ARCHS)
@@ -63,14 +64,16 @@ def test_softmax(on):
 
 
 @archs(*ARCHS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "transposed"),
+    [(torch.float16, False), (torch.float16, True), (torch.bfloat16, False), (torch.float32, False)],
+)
 def test_matmul(on, dtype, transposed):
     """Edges in every direction, two tiles a side; b row- or column-major."""
     a, b = random(50, 72, dtype=dtype), random(72, 40, dtype=dtype, seed=1)
     if transposed:
         b = b.T.contiguous().T
-    c = run_matmul(a, b)
+    c, _ = run_matmul(a, b)
     exact, bound = product(a, b)
     if dtype == torch.float32:
         # gfx942 rounds to 11 bits, others may
@@ -83,14 +86,14 @@ def test_matmul(on, dtype, transposed):
 def test_matmul_of_8_bit_floats(on, which):
     dtype = EIGHT_BITS[on][which]
     a, b = random(40, 96).to(dtype), random(40, 96, seed=1).to(dtype).T
-    c = run_matmul(a, b, tile=(32, 32, 64))
+    c, _ = run_matmul(a, b, tile=(32, 32, 64))
     assert_within(c, *product(a.float(), b.float()))
 
 
 @archs(*ARCHS)
 def test_matmul_with_activation_and_larger_tiles(on):
     a, b = random(64, 96, dtype=torch.float16), random(96, 64, dtype=torch.float16, seed=1)
-    c = run_matmul(a, b, tile=(64, 64, 32), num_warps=4, num_stages=3, activation=True)
+    c, _ = run_matmul(a, b, tile=(64, 64, 32), num_warps=4, num_stages=3, activation=True)
     exact, bound = product(a, b)
     assert_within(c, leaky_relu(exact), bound)
 
@@ -99,7 +102,30 @@ def test_matmul_with_activation_and_larger_tiles(on):
 def test_matmul_with_16_x_16_products(on):
     """A tile with few rows makes Triton choose the other shape of MFMA."""
     a, b = random(16, 64, dtype=torch.float16), random(64, 16, dtype=torch.float16, seed=1)
-    assert_within(run_matmul(a, b, tile=(16, 16, 64), num_warps=1), *product(a, b))
+    c, kernel = run_matmul(a, b, tile=(16, 16, 64), num_warps=1)
+    assert "16x16" in kernel.asm["amdgcn"]
+    assert_within(c, *product(a, b))
+
+
+@archs("gfx1201", "gfx1250")
+def test_matmul_with_more_numbers_than_registers(on):
+    """One wave for a large tile: spills to the stack (gfx1201), registers beyond 255 (gfx1250)."""
+    a, b = random(64, 64, dtype=torch.float16), random(64, 64, dtype=torch.float16, seed=1)
+    c, kernel = run_matmul(a, b, tile=(64, 64, 64), num_warps=1, num_stages=1)
+    assert ("scratch_load" if on == "gfx1201" else "/*v") in kernel.asm["amdgcn"]
+    assert_within(c, *product(a, b))
+
+
+@archs(*ARCHS)
+def test_products_of_other_types(on):
+    """int8 to int32, exactly; fp64."""
+    a, b = integers(-128, 128, 32, 64, dtype=torch.int8), integers(-128, 128, 64, 32, dtype=torch.int8)
+    c = torch.zeros(32, 32, dtype=torch.int32)
+    kernels.one_product[(1,)](a, b, c, 32, 32, 64, num_warps=1)
+    assert torch.equal(c, a.int() @ b.int())
+    a, b, c = random(16, 32, dtype=torch.float64), random(32, 16, dtype=torch.float64), nan(16, 16, dtype=torch.float64)
+    kernels.one_product[(1,)](a, b, c, 16, 16, 32, num_warps=1)
+    assert_within(c, a @ b, 33 * 2.0**-53 * (a.abs() @ b.abs()))
 
 
 @archs(*ARCHS)
@@ -165,8 +191,7 @@ def test_layer_norm(on, dtype):
 
 
 @archs(*ARCHS)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("eight_bits", [False, True])
+@pytest.mark.parametrize(("causal", "eight_bits"), [(True, False), (False, True)])
 def test_attention_forward(on, causal, eight_bits):
     heads, N, D = 2, 64, 32
     dtype = EIGHT_BITS[on][1] if eight_bits else torch.float16
