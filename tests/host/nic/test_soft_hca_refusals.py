@@ -380,6 +380,22 @@ def test_more_requests_than_the_ring_holds(provider: str) -> None:
     assert world.hca.errors[0].index == 5
 
 
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_the_first_of_two_bad_doorbells_is_what_failed(provider: str) -> None:
+    queue_pair_at = {"mlx5": 48, "bnxt_re": 32, "ionic": 24}[provider]
+    for word in range(30):
+        world = World(provider, late=True)
+        mine, _ = world.connect(0, 1)
+        for turn in (1, 2):
+            with_doorbell(lambda d, turn=turn: d ^ turn << queue_pair_at)(mine)  # type: ignore[misc]
+            world.hca.step(word)
+        world.drain(word)
+        (error,) = world.hca.errors
+        assert error.index == 0
+        assert error.what.endswith({"mlx5": "0xa0100", "bnxt_re": "0x40a0100", "ionic": "0xa0100000000"}[provider])
+        assert mine.last_completion().failed
+
+
 @pytest.mark.parametrize(
     ("shift", "bits"), [(0, 1), (23, 1), (24, 1), (47, 1), (48, 1), (63, 1)], ids=str
 )  # fmt: skip
