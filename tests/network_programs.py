@@ -34,6 +34,8 @@ def exchange_kernel(ctx, inbox_ptr, outbox_ptr, back_ptr, signal_ptr, counter_pt
         )
         tl.store(seen_ptr, dev.atomic_fetch_add(ctx, counter_ptr, (me + 1).to(tl.int64), pe, epoch + 1))
     dev.wait_all_ge(ctx, signal_ptr, n, epoch)
+    # what I get is what I have put, on another queue pair: nothing orders the two but this
+    dev.quiet(ctx)
     for step in range(0, n):
         pe = (me + step) % n
         dev.get_nbi(ctx, back_ptr + pe * stride, inbox_ptr + me * stride, num_bytes, pe)
