@@ -12,7 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+import mori_triton
 from mori_triton import abi, bitcode, emulator
+from mori_triton import shmem as mori_shmem
 from mori_triton.device import externs, shmem
 from mori_triton.device.launch import launch
 from tests.device.pes import Pes
@@ -202,3 +204,40 @@ def one_put_kernel(ctx, out, dst, src, num_bytes, pe):
     """A put. out: int32 [64]."""
     status = shmem.put(ctx, dst, src, num_bytes, pe)
     tl.store(out + tl.arange(0, 64), tl.zeros([64], tl.int32) + status)
+
+
+# ---------------------------------------------------------------------------------------------------- what is read after
+
+
+@triton.jit
+def read_again_kernel(ctx, mine_ptr, theirs_ptr, out_ptr, WAIT: tl.constexpr):
+    """Read a row, bring another one over it, read it again. out: int32 [2, 64]."""
+    offs = tl.arange(0, 64)
+    if shmem.my_pe(ctx) == 0:
+        tl.store(out_ptr + offs, tl.load(mine_ptr + offs))
+        if WAIT:
+            shmem.get(ctx, mine_ptr, theirs_ptr, 256, 1)
+        else:
+            shmem.get_nbi(ctx, mine_ptr, theirs_ptr, 256, 1)
+            shmem.quiet(ctx)
+        tl.store(out_ptr + 64 + offs, tl.load(mine_ptr + offs))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_a_card_has_brought_is_read_after_a_get_or_a_quiet(waits: bool) -> None:
+    """Weak memory: a thread's cache may have the old row until the thread acquires."""
+
+    def program(pe: int) -> list[list[int]]:
+        rows = mori_shmem.mori_shmem_create_tensor((2, 64), torch.int32)
+        rows[0], rows[1] = 1000 + torch.arange(64), 2000 + 100 * pe
+        out = torch.full((2, 64), -1, dtype=torch.int32)
+        mori_shmem.shmem_barrier_all()
+        launch(read_again_kernel, (1,), mori_shmem.context(), rows[0], rows[1], out, WAIT=waits, num_warps=2)
+        mori_shmem.shmem_barrier_all()
+        return [out[0].tolist(), out[1].tolist()]
+
+    for seed in range(4):
+        world = mori_triton.local_world(2, transport="mlx5", seed=seed, weak_memory=True, network={"late": True})
+        before, after = world.run(program)[0]
+        assert before == list(range(1000, 1064))
+        assert after == [2100] * 64, seed

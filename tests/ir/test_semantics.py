@@ -98,7 +98,7 @@ def test_a_pe_that_is_not_mapped_is_refused_and_named() -> None:
             shmem.shmem_barrier_all()
         return out.tolist(), x.tolist()
 
-    for pe, (out, x) in enumerate(mori.local_world(2, gpus_per_node=1).run(program)):
+    for pe, (out, x) in enumerate(mori.local_world(2, gpus_per_node=1, transport="p2p").run(program)):
         assert out[pe] == [1, 1, 0, -1]
         assert out[1 - pe] == [0, 0, -1, 0]
         # my own put and add, and no other
