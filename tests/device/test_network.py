@@ -206,7 +206,7 @@ def one_put_kernel(ctx, out, dst, src, num_bytes, pe):
     tl.store(out + tl.arange(0, 64), tl.zeros([64], tl.int32) + status)
 
 
-# ---------------------------------------------------------------------------------------------------- what is read after
+# ----------------------------------------------------------------------------------------------- what is read after
 
 
 @triton.jit
