@@ -24,9 +24,7 @@ def agree(what: str, calls: list[dict[str, Any]]) -> None:
             )
 
 
-def all_fine(
-    problems: list[str | None], what: str = "the symmetric heap", error: type[MoriError] = HeapError
-) -> None:
+def all_fine(problems: list[str | None], what: str = "the symmetric heap", error: type[MoriError] = HeapError) -> None:
     """Raise `error` with every PE's problem in setting up `what`, if any has one."""
     if any(problems):
         each = "; ".join(f"PE {pe}: {text}" for pe, text in enumerate(problems) if text)
