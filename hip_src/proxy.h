@@ -24,6 +24,7 @@ struct ProxyPeer {
   u64 flushed;      // of these, known to be at their places
   u64 covers;       // of these, those that the flush in flight will have seen to
   u64 wanted;       // `puts` when the quiet began that is under way
+  u64 late;         // `puts` behind the last put that had to wait: those behind it were posted when it did not count yet
   u64 held, last;   // ProxyPending: first and last of those that wait for their turn
   u32 flushing;     // 1: a flush is in flight, 2: UCX has finished it
   u32 copies;       // puts and gets among those that wait

@@ -106,6 +106,9 @@ inline void start_flush(ProxyState* s, ProxyPeer* to) {
     to->flushing = 1;
 }
 
+// What has to be at its place before an operation that waits, the first of them, goes on.
+inline u64 needed(const ProxyPeer* to, const ProxyPending* op) { return op->need > to->late ? op->need : to->late; }
+
 // The first of those that wait goes on as far as it can. True: it waits no more.
 inline bool try_held(ProxyState* s, ProxyPeer* to, ProxyPending* op) {
   const ProxyDescriptor* d = slot(ring(s), op->index);
@@ -117,13 +120,14 @@ inline bool try_held(ProxyState* s, ProxyPeer* to, ProxyPending* op) {
   }
   if (op->copy_waits) {
     if (!may_copy(s, op)) return false;
-    if (!copy(s, op) || !has_signal(d->op)) return true;
-    op->need = to->puts;
+    bool taken = copy(s, op);
+    to->late = to->puts;
+    if (!taken || !has_signal(d->op)) return true;
     op->copy_waits = 0;
     to->copies--;
   }
   // data that UCX still has may yet fail
-  if (op->in_ucx || to->flushed < op->need) return false;
+  if (op->in_ucx || to->flushed < needed(to, op)) return false;
   u64 handle = send_message(s, op);
   if (failed(handle)) fail_with_peer(s, op->index, status_of(handle));
   return true;
@@ -141,7 +145,7 @@ inline bool go_on_with(ProxyState* s, ProxyPeer* to) {
       op->copy_waits = 0;
       to->held = op->behind;
     }
-    u64 need = to->held != 0 ? reinterpret_cast<ProxyPending*>(to->held)->need : 0;
+    u64 need = to->held != 0 ? needed(to, reinterpret_cast<ProxyPending*>(to->held)) : 0;
     if (to->wanted > need) need = to->wanted;
     if (to->flushing != 0 || to->status != 0 || to->flushed >= need) return any;
     start_flush(s, to);

@@ -144,7 +144,7 @@ class Peer(ctypes.Structure):
         ("state", ctypes.c_uint64),
         ("replies", ctypes.c_uint64),
         ("puts", ctypes.c_uint64),
-        ("_order", ctypes.c_uint64 * 7),
+        ("_order", ctypes.c_uint64 * 8),
     )
 
 

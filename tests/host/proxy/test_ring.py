@@ -312,6 +312,22 @@ def test_a_get_waits_until_earlier_puts_are_at_their_places() -> None:
     assert kinds(ucp) == ["put", "flush", "get", "put"]
 
 
+@pytest.mark.parametrize("behind", [SIGNAL, descriptor(Op.GET, 1, local=3, remote=512, num_bytes=5)])
+def test_what_is_behind_a_put_that_had_to_wait_comes_after_it(behind: layout.Descriptor) -> None:
+    """The put is not among those given to UCX when the last one is taken from the ring."""
+    ucp = Ucp()
+    ucp.answers = {"hold": [], "flush": [11]}
+    ucp.post(ADD, descriptor(Op.PUT, 1, local=1, remote=60, num_bytes=8), behind)
+    assert ucp.run() == 3
+    assert kinds(ucp) == ["send"]
+    ucp.answer_message(0, 0)
+    assert ucp.run() == 1
+    assert kinds(ucp) == ["send", "put", "flush"]
+    ucp.finish()
+    ucp.run()
+    assert kinds(ucp)[3:] == ["send" if behind is SIGNAL else "get"]
+
+
 def test_no_signal_follows_data_that_was_lost() -> None:
     ucp = Ucp()
     ucp.answers = {"put": [11], "flush": [12]}
