@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -51,4 +53,9 @@ def two_hosts() -> Iterator[list[str]]:
         yield names
     finally:
         for name in names:
+            # what a test started there may have started more, in sessions of their own
+            listed = subprocess.run(["ip", "netns", "pids", name], check=False, capture_output=True, text=True)
+            for pid in listed.stdout.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
