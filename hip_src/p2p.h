@@ -197,7 +197,9 @@ MORI_BODY i32 put_value(Call call, u64 dst, T value, i32 pe, i32 qp) {
 // A put of few bytes, from any memory of the device: through a network they travel inside the request.
 MORI_BODY i32 put_small(Call call, u64 dst, u64 src, u64 num_bytes, i32 pe, i32 qp) {
   bool fits = num_bytes == 1 || num_bytes == 2 || num_bytes == 4 || num_bytes == 8;
-  if (!fits || !is_over_network(locate(call.ctx, dst, num_bytes, pe)))
+  // the proxy's loop stores a value as one word, where a card writes any bytes
+  if (!fits || !is_over_network(locate(call.ctx, dst, num_bytes, pe)) ||
+      (provider_of(call.ctx) == kProxy && (dst & (num_bytes - 1)) != 0))
     return put(call, Scope::kThread, true, dst, src, num_bytes, pe, qp);
   Logged logged(call, pe, num_bytes);
   return over_network(call.ctx, [&] {

@@ -182,7 +182,8 @@ MORI_BODY i32 network_quiet(Call call, i32 pe, i32 qp) {
     report_by_one(call, kRefused, pe, 0, 0, 0, 0, 0);
     return -1;
   }
-  if (is_by_proxy(call)) return proxy_quiet(call, pe, qp);
+  // nothing is on its way to a PE that does not exist
+  if (is_by_proxy(call)) return first < n ? proxy_quiet(call, pe, qp) : 0;
 #pragma clang loop unroll(disable)
   for (u32 to = first; to < last && to < n; ++to) {
     u32 low = qp < 0 ? 0 : (u32)qp % per_pe, high = qp < 0 ? per_pe : low + 1;

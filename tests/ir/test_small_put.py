@@ -11,6 +11,7 @@ import mori_triton as mori
 from mori_triton import shmem
 from mori_triton.errors import KernelFault
 from mori_triton.ir import triton as mori_device
+from tests.host.proxy.ucx import needs_ucx
 
 pytestmark = pytest.mark.cpu
 
@@ -21,8 +22,9 @@ def small_kernel(dst, value, num_bytes, peer, out):
     mori_device.quiet_thread()
 
 
+@pytest.mark.parametrize("transport", ["mlx5", pytest.param("proxy", marks=needs_ucx)])
 @pytest.mark.parametrize("num_bytes", [1, 2, 4, 8, 3])
-def test_a_small_put_takes_its_operand_from_any_memory(num_bytes: int) -> None:
+def test_a_small_put_takes_its_operand_from_any_memory(num_bytes: int, transport: str) -> None:
     """Sizes that no element has are copies, whose source a card does not reach outside the heap."""
     mori_device.install_hook()
     value = torch.arange(1, 9, dtype=torch.uint8)
@@ -38,8 +40,8 @@ def test_a_small_put_takes_its_operand_from_any_memory(num_bytes: int) -> None:
         shmem.shmem_barrier_all()
         return here.tolist(), int(out[0])
 
-    world = mori.local_world(2, transport="mlx5", timeout_s=20)
-    if num_bytes == 3:
+    world = mori.local_world(2, transport=transport, timeout_s=20)
+    if num_bytes == 3 and transport != "proxy":
         with pytest.raises(KernelFault, match="3 bytes of the local side refused"):
             world.run(program)
     else:

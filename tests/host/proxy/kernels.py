@@ -85,6 +85,11 @@ def quiet_all(ctx, out):
 
 
 @triton.jit(do_not_specialize=["pe"])
+def quiet_of(ctx, out, pe):
+    tl.store(out, shmem.quiet(ctx, pe))
+
+
+@triton.jit(do_not_specialize=["pe"])
 def codes_kernel(ctx, out, word, pe):
     """Codes that fetch where nobody wants it and the other way round, values that a code ignores. out: int64 [4]."""
     tl.store(out, externs.ctx_atomic_fetch_uint64(ctx, word, 7, 9, FETCH, pe, 0).to(tl.int64))

@@ -345,6 +345,17 @@ def test_an_answer_that_does_not_come_is_one_record_and_keeps_its_ticket() -> No
     assert bin(ring.header.free_tickets).count("1") == 63
 
 
+def test_a_quiet_of_a_pe_that_does_not_exist_has_nothing_to_wait_for() -> None:
+    ring = Ring(8, 2)
+    pes = FarPes(2, [ring, ring], timeout_s=0.2)
+    # so that who posts looks for the word of its PE
+    ring.header.num_gone = 1
+    out = torch.full((1,), -7)
+    with pes.current(0) as ctx:
+        run(kernels.quiet_of, (1,), ctx, out, 1 << 20)
+    assert (int(out[0]), ring.header.tail, pes.records(0)) == (0, 0, [])
+
+
 def test_what_failed_is_one_record_and_the_peer_takes_nothing_more() -> None:
     ucp = Ucp(entries=16, n_pes=3)
     pes = FarPes(3, [ucp.ring] * 3)
