@@ -23,6 +23,8 @@ from mori_triton.emulator.state import (
 
 _SYMBOL = re.compile(r"([\w.$]+)@(rel32|gotpcrel32|rel64|gotpcrel|abs32)(?:@(lo|hi))?(?:([+-]\d+))?$")
 _TO_LDS = re.compile(r"\blds\b|_lds_")
+# of a long branch: to a label, from the label behind its s_getpc
+_DISTANCE = re.compile(r"\(([\w.$]+)-([\w.$]+)\)(&4294967295|>>32)$")
 APERTURES = {"src_shared_base": SHARED_BASE, "src_private_base": PRIVATE_BASE}
 Build = Callable[[Fn, list], None]
 
@@ -90,6 +92,9 @@ class LiftBase:
             return self.symbol(o.text, bits)
         if o.text in APERTURES and bits == 64:
             return self.f.int(APERTURES[o.text], 64)
+        far = _DISTANCE.match(o.text)
+        if far:
+            return self.f.int(self.distance(*far.groups()), bits)
         raise KeyError(f"operand {o.text}")
 
     def swrite(self, o: Operand, v: Val) -> None:
@@ -120,6 +125,14 @@ class LiftBase:
 
     def set_scc(self, c: Val) -> None:
         self.f.store(self.f.gep("%w", SCC), c.zext(32))
+
+    def distance(self, to: str, start: str, part: str) -> int:
+        """Half of a distance that is added to what s_getpc gave: that is 0 here, so half of the label's address."""
+        labels = self.p.labels
+        if isa.canonical(self.p.insts[labels[start] - 1].mn) != "s_getpc_b64":
+            raise KeyError("s_getpc sequence not recognised")
+        address = CODE_BASE + 4 * labels[to]
+        return address >> 32 if part == ">>32" else address & 0xFFFFFFFF
 
     def symbol(self, text: str, bits: int) -> Val:
         """`foo@rel32@lo+8` and friends.

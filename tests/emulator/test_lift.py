@@ -144,6 +144,25 @@ def test_barrier_sleep_and_trap_return_to_the_scheduler():
     assert set(range(1, 9)) == set(state.FAULTS)
 
 
+FAR = """s_getpc_b64 s[52:53]
+.Lpost_getpc0:
+s_add_co_u32 s52, s52, (.Lfar-.Lpost_getpc0)&4294967295
+s_add_co_ci_u32 s53, s53, (.Lfar-.Lpost_getpc0)>>32
+s_setpc_b64 s[52:53]
+s_mov_b32 s0, 1
+.Lfar:
+s_mov_b32 s1, 2"""
+
+
+def test_long_branch():
+    """Beyond the reach of s_branch the distance to the label is added to the program counter."""
+    wave = Wave("gfx1201", FAR.splitlines())
+    assert wave.run() == state.DONE
+    assert wave.s[:2].tolist() == [0, 2]
+    with pytest.raises(UnsupportedInstruction, match="s_getpc"):
+        Wave("gfx1201", FAR.replace("s_getpc_b64 s[52:53]", "s_mov_b64 s[52:53], 0").splitlines())
+
+
 def test_jump_to_nowhere_is_a_fault():
     wave = Wave("gfx1201", ["s_setpc_b64 s[0:1]"])
     wave.s[0:2] = 0x1234, 0

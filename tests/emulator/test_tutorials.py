@@ -162,11 +162,12 @@ def test_dropout(on):
     assert abs(int(kept.sum()) - 500) < 5 * (1000 / 4) ** 0.5
 
 
-@pytest.mark.skipif(IS_36, reason="Triton 3.6 cannot assemble atomic_cas for gfx1250")
 @archs(*ARCHS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_layer_norm(on, dtype):
     """Forward and backward against torch in fp64."""
+    if IS_36 and on == "gfx1250":
+        pytest.skip("Triton 3.6 lowers atomic_cas to a wait that its assembler refuses for gfx1250")
     M, N, groups = 12, 200, 4
     x, weight, bias = random(M, N, dtype=dtype), torch.rand(N).to(dtype), torch.rand(N).to(dtype)
     dy = 0.1 * random(M, N, dtype=dtype, seed=2)
@@ -193,6 +194,8 @@ def test_layer_norm(on, dtype):
 @archs(*ARCHS)
 @pytest.mark.parametrize(("causal", "eight_bits"), [(True, False), (False, True)])
 def test_attention_forward(on, causal, eight_bits):
+    if IS_36 and on == "gfx942" and eight_bits:
+        pytest.skip("Triton 3.6 cannot lower the conversion to gfx942's 8-bit floats here")
     heads, N, D = 2, 64, 32
     dtype = EIGHT_BITS[on][1] if eight_bits else torch.float16
     q, k, v = (random(heads, N, D, seed=i).to(dtype) for i in range(3))
