@@ -112,8 +112,12 @@ class PeState:
         nobody and skips `on_close`.
         """
         if self.closed:
+            if failed and not self.heap.closed:
+                self._give_back()
             return
         self.closed = True
+        # peers that have not come here may still be using this PE's memory: a world that outlives it gives it back
+        done = failed or self.owns_bootstrap
         try:
             if not failed:
                 for callback in reversed(self.on_close):
@@ -124,12 +128,14 @@ class PeState:
                 # before anybody frees: what a mapping is afterwards, GPU libraries do not say
                 self.heap.disconnect()
                 self.bootstrap.barrier("shmem finalize")
+                done = True
                 # what a kernel has recorded and nobody has asked for must not go down with the heap
                 self.check_errors()
         finally:
             self.on_close.clear()
             self.extensions.clear()
-            self._give_back()
+            if done:
+                self._give_back()
 
     def _give_back(self) -> None:
         """Everything, also when a device that has failed does not take it."""
@@ -142,8 +148,9 @@ class PeState:
 
     def _abandon(self) -> None:
         """What `open_state` has made, last first."""
-        if self._detach is not None:
-            self._detach()
+        detach, self._detach = self._detach, None
+        if detach is not None:
+            detach()
         if self.network is not None:
             self.network.close()
         self.heap.close()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mori_triton import env
-from mori_triton.errors import Deadlock, DriverError, MoriError, PeerTimeout, StateError
+from mori_triton.errors import Deadlock, MoriError, PeerTimeout, StateError
 from mori_triton.host import context, state
 from mori_triton.host.bootstrap.base import Bootstrap
 from mori_triton.host.bootstrap.threads import ThreadGroup
@@ -51,7 +51,7 @@ class Run(ABC):
         # what other PEs' waits have said after that
         self.later: list[tuple[int, PeerTimeout]] = []
         # what went wrong while the world was taken down
-        self.remains: list[DriverError] = []
+        self.remains: list[MoriError] = []
         # what the network cards have said
         self.card_errors: list[str] = []
         self._lock = threading.Lock()
@@ -212,17 +212,19 @@ class Run(ABC):
         for driver in self.drivers:
             if driver is not None:
                 self._try(driver.close)
-        if self.network is not None:
-            # PEs have given back what they had of it
-            self.card_errors = self.network.errors()
-            self.network.close()
-        self.take_down()
+        try:
+            if self.network is not None:
+                # PEs have given back what they had of it
+                self.card_errors = self.network.errors()
+                self.network.close()
+        finally:
+            self.take_down()
 
     def _try(self, call: Callable[[], None]) -> None:
         """A device that is broken after a failure must not keep the rest from being taken down."""
         try:
             call()
-        except DriverError as error:
+        except MoriError as error:
             self.remains.append(error)
 
     # ------------------------------------------------------------------------------------------------------- errors

@@ -13,7 +13,7 @@ import pytest
 
 from mori_triton import abi, env
 from mori_triton.env import DeviceFilter
-from mori_triton.errors import DriverError, HeapError, NotSupported, PeerTimeout, StateError
+from mori_triton.errors import DriverError, HeapError, NetworkError, NotSupported, PeerTimeout, StateError
 from mori_triton.host import state
 from mori_triton.host.agreement import together
 from mori_triton.host.bootstrap.threads import ThreadGroup
@@ -425,6 +425,24 @@ def test_a_pe_that_leaves_is_named_by_those_that_wait_for_its_network() -> None:
     assert isinstance(error, PeerTimeout)
     assert "everything is done over noted" in str(error)
     assert "PE 1 left" in str(error)
+
+
+def test_what_one_pe_has_left_undone_is_told_to_that_pe_alone() -> None:
+    class Failing(NotedLinks):
+        def quiet(self) -> None:
+            if self.site.pe == 1:
+                raise NetworkError("request 3 has failed")
+
+    class Fabric(NotedFabric):
+        def open(self, site):
+            return Failing(self.log, site)
+
+    before = num_mappings()
+    errors = world_of(2, Fabric(), lambda here: error_of(here.close))
+    assert errors[0] is None
+    assert (type(errors[1]), str(errors[1])) == (NetworkError, "request 3 has failed")
+    del errors
+    assert num_mappings() == before
 
 
 def test_what_stands_in_several_places() -> None:

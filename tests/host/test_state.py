@@ -173,6 +173,31 @@ def test_close_with_a_peer_that_never_comes():
     assert ran == [0]
 
 
+def test_a_pe_whose_peers_are_still_at_work_leaves_its_memory_to_the_world():
+    group = ThreadGroup(2, timeout_s=5.0)
+    states, failed = {}, threading.Event()
+
+    def run(pe):
+        here = states[pe] = state.open_state(group.bootstrap(pe), CpuDriver(), SETTINGS, owns_bootstrap=False)
+        here.bootstrap.barrier()
+        if pe == 1:
+            group.abort(ValueError("a bug"))
+            failed.set()
+            return None
+        failed.wait(5.0)
+        return error_of(here.close)
+
+    error, _ = run_threads(2, run)
+    assert isinstance(error, StateError)
+    # PE 1's kernels may be writing to it
+    assert states[0].closed
+    assert not states[0].heap.closed
+    for here in states.values():
+        here.close(failed=True)
+        here.close(failed=True)
+        assert here.heap.closed
+
+
 def test_fields():
     def program(here):
         return here.pe, here.n_pes, here.node, here.gpus_per_node, here.timeout_s

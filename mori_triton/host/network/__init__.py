@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 
 from mori_triton import abi
+from mori_triton.errors import DriverError, MoriError
 from mori_triton.host.agreement import together
 from mori_triton.host.drivers.base import MemoryKind
 from mori_triton.host.network import records
@@ -29,10 +31,13 @@ class Network:
         self._links: Links | None = fabric.open(site)
         self.provider = self._links.provider
         self.address = 0
+        self._failure: MoriError | None = None
         try:
             together(site.bootstrap, f"the network over {self.name}", partial(self._write, self._links))
         except BaseException:
-            self.close()
+            # what all have heard of counts, not what then cannot be given back
+            with contextlib.suppress(DriverError):
+                self.close()
             raise
 
     def _write(self, links: Links) -> None:
@@ -53,17 +58,24 @@ class Network:
 
     def check(self) -> None:
         """Raise what has gone wrong where no kernel could record it. Waits for nobody."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         if self._links is not None:
             self._links.check()
 
     def quiet(self) -> None:
-        """Collective: return when what kernels of all PEs, which have ended, have posted is done."""
+        """Collective: return when what kernels of all PEs, which have ended, have posted is done.
+
+        What went wrong on one PE is for its own `check`: its peers go on.
+        """
         if self._links is not None:
             try:
                 self._links.quiet()
-            finally:
-                # cards of peers read and write this PE's memory until their own PEs have come here
-                self._site.bootstrap.barrier(f"everything is done over {self.name}")
+            except MoriError as error:
+                self._failure = error
+            # cards of peers read and write this PE's memory until their own PEs have come here
+            self._site.bootstrap.barrier(f"everything is done over {self.name}")
 
     def close(self) -> None:
         """Give everything back, after `quiet`, or when a world has failed. Local and idempotent."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 from mori_triton import abi
-from mori_triton.errors import NetworkError
+from mori_triton.errors import DriverError, NetworkError
 from mori_triton.host.agreement import together
 from mori_triton.host.drivers.base import MemoryKind
 from mori_triton.host.network import records
@@ -106,7 +107,9 @@ class QueuePairLinks:
             everyone = exchange(site.bootstrap, own)
             together(site.bootstrap, f"{what}: its connections", partial(self._connect, everyone))
         except BaseException:
-            self.close()
+            # what all have heard of counts, not what then cannot be given back
+            with contextlib.suppress(DriverError):
+                self.close()
             raise
 
     def _make(self, open_card: Callable[[], Card]) -> ConnectionFacts:
