@@ -80,9 +80,10 @@ def test_an_upward_import_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert sorted(upward(source)) == ["mori_triton.emulator", "mori_triton.ops.x", "triton.language"]
 
 
-def test_import_has_no_side_effects() -> None:
+@pytest.mark.parametrize("module", ["mori_triton", "mori_triton.shmem"])
+def test_import_has_no_side_effects(module: str) -> None:
     code = (
-        "import os, sys; before = dict(os.environ); import mori_triton; assert dict(os.environ) == before;"
+        f"import os, sys; before = dict(os.environ); import {module}; assert dict(os.environ) == before;"
         "heavy = {'torch', 'triton', 'llvmlite', 'numpy', 'transformers'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
-from typing import Any
-
-import llvmlite.binding as llvm
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from mori_triton import bitcode
+
+_Made = TypeVar("_Made")
+
+
+def once(make: Callable[[], _Made]) -> Callable[[], _Made]:
+    """`make`, called by the first who wants its result, while others wait for it.
+
+    With two results at the first use by several threads one would be garbage, and its code gone while it is called.
+    """
+    made, lock = functools.cache(make), threading.Lock()
+
+    @functools.wraps(make)
+    def get() -> _Made:
+        with lock:
+            return made()
+
+    return get
 
 
 class Native:
@@ -23,6 +40,9 @@ class Native:
     """
 
     def __init__(self, file: str, signatures: Mapping[str, tuple[Any, ...]]) -> None:
+        # no small library, and many worlds want none of this
+        import llvmlite.binding as llvm
+
         self.path = bitcode.host_file(file)
         module = llvm.parse_bitcode(self.path.read_bytes())
         module.verify()

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import functools
 import threading
 import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mori_triton.errors import ArgumentError, StateError, require
-from mori_triton.host.native import Native
+from mori_triton.host.native import Native, once
 
 PROVIDERS = {"mlx5": 1, "bnxt_re": 2, "ionic": 3}
 # what every byte of a completion queue has to be at the start
@@ -48,7 +47,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@functools.cache
+@once
 def _native() -> Native:
     """This process' code."""
     return Native("soft_hca.bc", _SIGNATURES)
@@ -258,8 +257,9 @@ class SoftHca:
                 raise StateError("soft HCA: start() while its thread runs")
             self._call("stop", 0)
             run = self._functions["mori_soft_hca_run"]
-            self._thread = threading.Thread(target=run, args=(self._hca,), name="mori soft hca", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=run, args=(self._hca,), name="mori soft hca", daemon=True)
+            thread.start()
+            self._thread = thread
             # the thread runs code that the interpreter takes away when it ends
             atexit.register(self.stop)
 

@@ -56,5 +56,5 @@ _WORDS: Mapping[str, Mapping[int, str]] = {"mlx5": _MLX5, "bnxt_re": _BNXT_RE, "
 def describe(provider: str, seen: int) -> str:
     """`seen` of a record of `abi.ERROR_NETWORK_FAILED`: the status in bits 0 to 7, the vendor's syndrome above."""
     status, syndrome = seen & 0xFF, seen >> 8
-    word = _WORDS[provider].get(status, "a status without a name")
+    word = _WORDS.get(provider, {}).get(status, "a status without a name")
     return f"status {status:#x}, {word}" + (f", vendor syndrome {syndrome:#x}" if syndrome else "")
