@@ -48,9 +48,10 @@ MORI_BODY void poll(Call call, u64 queue, i32 pe) {
   }
 }
 
-// Wait until all indices below `end` are complete: 0, and what the card has written can be read; -1 if the queue is broken.
-MORI_BODY i32 wait_done(Call call, u64 queue, i32 pe, u64 end) {
-  Patience limit = patience(call.ctx);
+// Wait until all indices below `end` are complete: 0, and what the card has written can be read; -1 if the queue is broken. The
+// wait began at `start`: one of several that are to take no longer than one.
+MORI_BODY i32 wait_done(Call call, u64 queue, i32 pe, u64 end, u64 start) {
+  Patience limit = {fixed(&call.ctx->timeout_ticks), start, 0};
   bool over = false;
 #pragma clang loop unroll(disable)
   while (load_system<u64>(MORI_WORD(queue, done)) < end) {
@@ -201,7 +202,7 @@ MORI_BODY i32 fetch(Call call, u64 queue, i32 pe, Verb verb, u64 remote, u64 val
   if (bit == 0) return -1;
   u64 place = word_at(fixed(&facts(queue)->results), __builtin_ctzll(bit));
   u64 end = post(call, queue, pe, verb, remote, place, 8, fixed(&facts(queue)->results_lkey), value, compare);
-  if (end == 0 || wait_done(call, queue, pe, end) != 0) return -1;
+  if (end == 0 || wait_done(call, queue, pe, end, clock_ticks()) != 0) return -1;
   *old = load_first<u64>(place);
   add_system<u64>(MORI_WORD(queue, free_results), bit);
   return 0;

@@ -55,7 +55,7 @@ MORI_BODY i32 network_put(Call call, u64 dst, u64 src, u64 num_bytes, bool compl
   if (queue == 0) return -1;
   u64 end = transfer(call, queue, pe, Verb::kWrite, remote_of(call, queue, dst), src, num_bytes);
   if (end == 0) return -1;
-  return complete ? wait_done(call, queue, pe, end) : 0;
+  return complete ? wait_done(call, queue, pe, end, clock_ticks()) : 0;
 }
 
 MORI_BODY i32 network_get(Call call, u64 dst, u64 src, u64 num_bytes, bool complete, i32 pe, i32 qp) {
@@ -65,7 +65,7 @@ MORI_BODY i32 network_get(Call call, u64 dst, u64 src, u64 num_bytes, bool compl
   if (queue == 0) return -1;
   u64 end = transfer(call, queue, pe, Verb::kRead, remote_of(call, queue, src), dst, num_bytes);
   if (end == 0) return -1;
-  return complete ? wait_done(call, queue, pe, end) : 0;
+  return complete ? wait_done(call, queue, pe, end, clock_ticks()) : 0;
 }
 
 // 1, 2, 4 or 8 bytes, the low ones of `value`
@@ -184,6 +184,8 @@ MORI_BODY i32 network_quiet(Call call, i32 pe, i32 qp) {
   }
   // nothing is on its way to a PE that does not exist
   if (is_by_proxy(call)) return first < n ? proxy_quiet(call, pe, qp) : 0;
+  // one limit for all of them: a card that has died completes none
+  u64 start = clock_ticks();
 #pragma clang loop unroll(disable)
   for (u32 to = first; to < last && to < n; ++to) {
     u32 low = qp < 0 ? 0 : (u32)qp % per_pe, high = qp < 0 ? per_pe : low + 1;
@@ -191,7 +193,8 @@ MORI_BODY i32 network_quiet(Call call, i32 pe, i32 qp) {
     for (u32 i = low; i < high; ++i) {
       u64 queue = fixed(&net->queues) + ((u64)to * per_pe + i) * sizeof(Queue);
       if (fixed(&facts(queue)->num_wqes) == 0) continue;
-      if (wait_done(call, queue, (i32)to, load_system<u64>(MORI_WORD(queue, reserved))) != 0 || is_broken(queue)) status = -1;
+      u64 end = load_system<u64>(MORI_WORD(queue, reserved));
+      if (wait_done(call, queue, (i32)to, end, start) != 0 || is_broken(queue)) status = -1;
     }
   }
   return status;

@@ -156,6 +156,21 @@ def test_a_completion_that_does_not_come_ends_at_the_limit(arch: str) -> None:
         assert pairs.queue()["error"] == 1 << 63
 
 
+def test_a_quiet_of_many_queue_pairs_takes_one_limit() -> None:
+    """A card that has died says nothing on any of them: each is a record, but no wait of its own."""
+    pairs = QueuePairs("gfx1201", "mlx5", num_qps=8, timeout_s=0.5)
+    with pairs.current() as ctx, Card(pairs) as card:
+        # loads the kernel
+        assert copy(pairs, ctx, kernels.QUIET, qp=-1) == 0
+        card.hold.set()
+        for qp in range(8):
+            assert copy(pairs, ctx, kernels.PUT_NBI, qp=qp) == 0
+        start = time.monotonic()
+        assert copy(pairs, ctx, kernels.QUIET, qp=-1) == -1
+        assert 0.5 <= time.monotonic() - start < 2
+        assert [record["kind"] for record in pairs.pes.records(0)] == [abi.ERROR_WAIT_TIMEOUT] * 8
+
+
 # provider -> what the completion says, the record's `seen`
 STATUS = {"mlx5": (0x13, 0x13 | 0x51 << 8), "bnxt_re": (7, 7), "ionic": (0x0A, 0x0A)}
 
