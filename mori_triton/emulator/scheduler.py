@@ -167,6 +167,7 @@ class Coordinator:
         self._random = random.Random(seed)
         self._owners: dict[Launch, SeededHost] = {}
         self._device_idle = False  # the device has nothing to do until a host or an agent has run
+        self._host_epoch = -1  # the machine's when a host ran last, which may have changed memory too
         self._fruitless = 0
         self._jumped = False
 
@@ -232,6 +233,7 @@ class Coordinator:
                 continue
             host = ready[pick]
             self._device_idle = False
+            self._host_epoch = self.machine.state.epoch
             self._mix(host.index)
             host.state = "running"
             if host is me:
@@ -299,15 +301,19 @@ class Coordinator:
             if self._jumped:
                 self._after_jump(me)
         elif event in (Event.QUIET, Event.STUCK):
+            starving = self.weak.starving() if self.weak is not None else []
             if not alone or self._pending(me):
                 self._device_idle = True
-            elif self.weak is not None and self.weak.starving():
-                texts = [*self.weak.races(), *self.weak.starving()]
-                self._give_up(WeakMemoryError(_listing("polls wait for stores that need not arrive", texts)), me)
-            elif self.weak is not None and self.weak.pending():
+            elif self.weak is not None and self.weak.pending() and not starving:
                 self.weak.drain()
                 # what arrived is a change: let the waves poll again
                 machine.state.epoch += 1
+            elif self._host_epoch == machine.state.epoch:
+                # what is known of the waves may be older than what a host has written since: let them poll again
+                machine.state.epoch += 1
+            elif self.weak is not None and starving:
+                texts = [*self.weak.races(), *starving]
+                self._give_up(WeakMemoryError(_listing("polls wait for stores that need not arrive", texts)), me)
             elif not self._jumped and event == Event.QUIET:
                 # waits with a limit write their records and end; the others stay
                 machine.jump_clock()

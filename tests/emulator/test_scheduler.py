@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mori_triton.emulator import launch, scheduler
-from mori_triton.emulator.machine import Event, Machine
+from mori_triton.emulator.machine import VIRTUAL_JUMP, Event, Machine
 from mori_triton.errors import Deadlock, PeerTimeout
 from tests.emulator.hosts import in_threads
 from tests.emulator.snippets import ADD_ONE, ASK, BARRIER_OF_SOME, POINTER, SPIN, finish, kernel
@@ -286,6 +286,45 @@ def test_a_kernel_waits_for_what_another_hosts_kernel_writes():
         )
         assert results == [None, None]
         assert flag[0] == 1
+
+
+THINK_AFTER_SPIN = (
+    SPIN.removesuffix("\ts_endpgm\n")
+    + """
+\ts_mov_b32 s6, 200000
+think:
+\ts_add_co_i32 s6, s6, -1
+\ts_cmp_eq_u32 s6, 0
+\ts_cbranch_scc0 think
+\tv_mov_b32_e32 v2, 7
+\tglobal_store_b32 v1, v2, s[2:3] offset:4 scope:SCOPE_SYS
+\ts_endpgm
+"""
+)
+
+
+@pytest.mark.parametrize("waves", [1, 3])
+def test_a_host_may_write_what_waves_poll_that_nothing_else_could_help(waves):
+    """What was known of the waves before is no longer so: they have time to think, and store late."""
+    words, think = np.zeros(2, np.uint32), kernel(THINK_AFTER_SPIN, args=[POINTER])
+    for seed in range(3):
+        words[:] = 0
+        coordinator = scheduler.Coordinator(2, seed)
+
+        def writes(host, coordinator=coordinator):
+            idle = []
+            while not any(idle):
+                # asked before each switch
+                host.wait(lambda: idle.append(coordinator._device_idle) is None, "a turn")
+            words[0] = 1
+
+        def launches(host):
+            host.execute(launch.Launch(think, (1, 1, 1), [words], num_warps=waves))
+
+        assert in_threads(coordinator, launches, writes) == [None, None]
+        assert words.tolist() == [1, 7]
+        # or every wait with a limit would have reached it
+        assert coordinator.machine.instructions < VIRTUAL_JUMP
 
 
 def test_a_failing_host_ends_the_others():
