@@ -90,7 +90,8 @@ def cached_copy(source: Path) -> Path:
         stat = source.stat()
     except OSError as e:
         raise BitcodeError(f"device bitcode: {source} cannot be read: {e.strerror}") from e
-    wanted = source, stat.st_mtime_ns, stat.st_size, env.cache_dir()
+    # of its times the one that nobody can set: copies and archives keep the other
+    wanted = source, stat.st_ctime_ns, stat.st_size, env.cache_dir()
     found = _copy_of(*wanted)
     if not found.is_file():
         # somebody has emptied the cache while this process runs
@@ -100,7 +101,7 @@ def cached_copy(source: Path) -> Path:
 
 
 @lru_cache(maxsize=64)
-def _copy_of(source: Path, mtime_ns: int, size: int, cache: Path) -> Path:
+def _copy_of(source: Path, ctime_ns: int, size: int, cache: Path) -> Path:
     data = source.read_bytes()
     verify(source)
     return stored(cache / "bitcode" / hashlib.sha256(data).hexdigest()[:32] / source.name, data)
@@ -127,7 +128,11 @@ def stored(target: Path, data: bytes) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         # another process may write the same file: whoever renames last replaces equal by equal
         handle, temporary = tempfile.mkstemp(dir=target.parent)
-        with os.fdopen(handle, "wb") as f:
-            f.write(data)
-        os.replace(temporary, target)
+        try:
+            with os.fdopen(handle, "wb") as f:
+                f.write(data)
+            os.replace(temporary, target)
+        except BaseException:
+            os.unlink(temporary)
+            raise
     return target

@@ -55,7 +55,7 @@ def specialize(
         source = find_bitcode(path_or_target)
     wanted = abi.PROVIDERS[provider], int(debug), int(profiler)
     stat = source.stat()
-    question = source, stat.st_mtime_ns, stat.st_size, env.cache_dir(), wanted
+    question = source, stat.st_ctime_ns, stat.st_size, env.cache_dir(), wanted
     found = _specialised(*question)
     if not found.is_file():
         # somebody has emptied the cache while this process runs
@@ -82,11 +82,11 @@ def provider_of(path: Path | str) -> str:
     """For which provider a device library is, `"any"` for all of them."""
     path = Path(path)
     stat = path.stat()
-    return _provider_of(path, stat.st_mtime_ns, stat.st_size)
+    return _provider_of(path, stat.st_ctime_ns, stat.st_size)
 
 
 @lru_cache(maxsize=64)
-def _provider_of(path: Path, mtime_ns: int, size: int) -> str:
+def _provider_of(path: Path, ctime_ns: int, size: int) -> str:
     data = path.read_bytes()
     if is_text(data):
         text = data.decode()
@@ -98,7 +98,7 @@ def _provider_of(path: Path, mtime_ns: int, size: int) -> str:
 
 
 @lru_cache(maxsize=64)
-def _specialised(source: Path, mtime_ns: int, size: int, cache: Path, wanted: tuple[int, ...]) -> Path:
+def _specialised(source: Path, ctime_ns: int, size: int, cache: Path, wanted: tuple[int, ...]) -> Path:
     import llvmlite.binding as llvm
 
     data = source.read_bytes()
