@@ -8,13 +8,20 @@ operation for each element a thread happens to hold, so it is refused at compile
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import triton
 import triton.language as tl
 from triton.language import core
 
 from mori_triton import abi
+from mori_triton.errors import NotSupported
+
+if "_semantic" not in inspect.signature(core.extern_elementwise).parameters:
+    # older ones call it _builder, and some of them fail only when a kernel is compiled
+    raise NotSupported(f"Triton {triton.__version__}: want 3.6 or newer")
 
 # functions without barrier or side effect: elementwise on blocks
 ELEMENTWISE = frozenset({"ctx_my_pe", "ctx_n_pes", "ctx_ptr", "my_pe", "n_pes", "ptr", "ptr_p2p"})
