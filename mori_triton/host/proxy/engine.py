@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import Any
 
 from mori_triton.errors import BitcodeError
-from mori_triton.host.native import Native
+from mori_triton.host.native import Native, once
 from mori_triton.host.proxy import layout
 
 FILE = "proxy.bc"
@@ -40,7 +39,7 @@ class Engine:
         return self._code.address(name)
 
 
-@functools.cache
+@once
 def engine() -> Engine:
     """This process' engine."""
     return Engine()
