@@ -204,6 +204,10 @@ def test_p2p_refuses_peers_that_are_not_mapped():
             {"transport": "mlx5", "network": {"faults": [{"pe": 0, "peer": 1, "fault": "gone"}]}},
             r"network\['faults'\]: fault: want length or .* got 'gone'",
         ),
+        (
+            {"transport": "mlx5", "network": {"faults": [{"pe": 0, "peer": 2}]}},
+            r"network\['faults'\]: pe, peer: want two PEs, from 0 to 1, got 0, 2",
+        ),
         ({"transport": "proxy", "network": {"late": True}}, "network: want one of entries, options, got 'late'"),
     ],
 )

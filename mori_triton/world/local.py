@@ -110,7 +110,7 @@ class LocalWorld:
             require(ok, "transport", '"mlx5", "bnxt_re" or "ionic" with a seed: UCX runs in real time', '"proxy"')
         if self.transport not in ("auto", "p2p") and self.gpus_per_node is None:
             object.__setattr__(self, "gpus_per_node", 1)
-        world_network.check_options(self.way, self.network)
+        world_network.check_options(self.way, self.network, self.n)
 
     @property
     def way(self) -> str:

@@ -41,8 +41,8 @@ _PROXY_OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def check_options(transport: str, given: Any) -> None:
-    """Raise `ArgumentError` unless `given` are options of a transport: `local_world(network=...)`."""
+def check_options(transport: str, given: Any, n: int) -> None:
+    """Raise `ArgumentError` unless `given` are options of a transport, of `n` PEs: `local_world(network=...)`."""
     if given is None:
         return
     require(isinstance(given, Mapping), "network", "None or a dict of options", repr(given))
@@ -54,7 +54,11 @@ def check_options(transport: str, given: Any) -> None:
         require(name in known, "network", want, repr(name))
         fits, what = known[name]
         require(fits(value), f"network[{name!r}]", what, repr(value))
-    faults_of(given)
+    for fault in faults_of(given):
+        # one that cannot come up would let a test pass that tests nothing
+        there = all(_is_integer(pe) and 0 <= pe < n for pe in (fault.pe, fault.peer)) and fault.pe != fault.peer
+        want = f"two PEs, from 0 to {n - 1}"
+        require(there, "network['faults']: pe, peer", want, f"{fault.pe}, {fault.peer}")
 
 
 def faults_of(given: Mapping[str, Any]) -> list[Fault]:
