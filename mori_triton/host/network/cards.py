@@ -16,7 +16,7 @@ from mori_triton.host.nic.select import Link, filter_devices, links
 
 
 def usable_cards(settings: Settings, root: Path = SYSFS) -> tuple[tuple[Link, ...], str | None]:
-    """The links to whose cards kernels of this PE may post; why there is none, or None.
+    """The links to whose cards kernels of this PE may post; why not to others that there are, None if to all.
 
     Raises:
         EnvError: `MORI_RDMA_DEVICES` asks for what there is not.
@@ -26,7 +26,7 @@ def usable_cards(settings: Settings, root: Path = SYSFS) -> tuple[tuple[Link, ..
         usable, reasons = postable_links(links(chosen), settings.ibverbs_lib)
     except StateError as error:
         return (), str(error)
-    return usable, None if usable else "; ".join(reasons)
+    return usable, "; ".join(reasons) or None
 
 
 class CardFabric:
@@ -47,6 +47,6 @@ class CardFabric:
         usable, reason = usable_cards(settings, self._root)
         mine = tuple(link for link in usable if link.device.provider == self.name)
         if not mine:
-            there = reason or f"those that there are, are others: {', '.join(map(str, usable))}"
-            raise StateError(f"no {self.name} card: {there}")
+            others = f"those that there are, are others: {', '.join(map(str, usable))}" if usable else None
+            raise StateError(f"no {self.name} card: {'; '.join(filter(None, (reason, others)))}")
         return mine

@@ -89,13 +89,20 @@ def _best(site: Site, move: Move, root: Path) -> Network:
     everyone = [json.loads(data) for data in told]
     common = [card for card in CARDS if all(card in one["cards"] for one in everyone)]
     if common:
+        if reason and site.pe == 0:
+            warnings.warn(
+                f"some network cards are not used ({reason}); MORI_RDMA_DEVICES says which to look at",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         try:
             return _over(_cards(common[0], root), site, move)
         except (HeapError, NotSupported, StateError) as error:
             # the same on every PE
             why = str(error)
     else:
-        why = _each([one["reason"] or f"has {', '.join(one['cards'])} cards only" for one in everyone])
+        has = [f"has {', '.join(one['cards'])} cards only" if one["cards"] else None for one in everyone]
+        why = _each([", ".join(filter(None, (text, one["reason"]))) for text, one in zip(has, everyone, strict=True)])
     lacking = [one["proxy"] for one in everyone]
     if any(lacking):
         raise HeapError(
