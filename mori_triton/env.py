@@ -190,6 +190,9 @@ VARIABLES = (
     Variable("MORI_TRITON_CACHE_DIR", None, _word, "directory of compiled objects"),
     Variable("XDG_CACHE_HOME", None, lambda text, name: text, "user's cache directory, holds `mori_triton/`"),
     Variable("TRITON_INTERPRET", "0", _flag, "Triton's interpreter, which this package refuses"),
+    Variable(
+        "PYTORCH_HIP_ALLOC_CONF", None, lambda text, name: text, "torch's allocator on AMD GPUs; one text is warned of"
+    ),
 )
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
 
@@ -255,3 +258,9 @@ def bitcode_override() -> str | None:
 def triton_interpret() -> bool:
     """Whether Triton's interpreter is asked for; it cannot call externs, and a wait in it would never end."""
     return get("TRITON_INTERPRET")
+
+
+def torch_hip_allocator() -> dict[str, str]:
+    """Options of torch's allocator on AMD GPUs, by name."""
+    options = (item.partition(":") for item in (get("PYTORCH_HIP_ALLOC_CONF") or "").split(","))
+    return {name.strip(): value.strip() for name, _, value in options}

@@ -280,6 +280,9 @@ class FakeGpus:
     def do_map(self, address, num_bytes, offset, handle, flags):
         if self.memory["reserved"].get(address) != num_bytes or handle not in self.memory["handles"]:
             return INVALID
+        if address in self.memory["mapped"]:
+            # as real libraries do not
+            return INVALID
         self.memory["mapped"][address] = handle
 
     def do_unmap(self, address, num_bytes):

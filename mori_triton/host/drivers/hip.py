@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from mori_triton import env
 from mori_triton.errors import DriverError
 from mori_triton.host.drivers import dlpack, hip_api
 from mori_triton.host.drivers.base import MemoryKind
@@ -105,6 +107,14 @@ class HipDriver(GpuDriver):
         self, device_index: int = 0, *, heap_mode: str = "static_heap", library: Library | None = None
     ) -> None:
         super().__init__(HipGpu(open_library() if library is None else library, device_index), heap_mode)
+        options = env.torch_hip_allocator()
+        if options.get("expandable_segments", "").lower() == "true" and "max_split_size_mb" in options:
+            warnings.warn(
+                "PYTORCH_HIP_ALLOC_CONF has expandable_segments:True and max_split_size_mb: with both, tensors in use "
+                "have been seen to read as zeros on gfx1201 (ROCm 7.14); use one of them",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _alloc_device(self, num_bytes: int, kind: MemoryKind) -> int:
         about = f"{num_bytes} bytes"
