@@ -339,6 +339,10 @@ def test_dma_bufs(kind):
     assert driver.export_dma_buf(words, 4096) is None
     del gpus.fail["dma_buf"]
     assert driver.export_dma_buf(base + 64, 64) is None
+    # whole pages of it are less than it is
+    uneven = driver.alloc(2 * 4096 + 64)
+    assert uneven % 4096 == 0
+    assert driver.export_dma_buf(uneven, 2 * 4096 + 64) is None
     assert len(gpus.of("dma_buf")) == 2
     driver._gpu.library._functions.pop("dma_buf")
     assert driver.export_dma_buf(base, 5 << 20) is None

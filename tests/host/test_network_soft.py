@@ -111,6 +111,25 @@ def test_tables(provider: str) -> None:
     assert len(set(numbers)) == len(numbers) == 12
 
 
+def test_a_card_may_reach_results_as_it_reaches_the_heap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a dma-buf too, which is of whole pages: both are memory that may be exported."""
+    exportable, alloc = set(), CpuDriver.alloc
+
+    def note(self, num_bytes, **options):
+        address = alloc(self, num_bytes, **options)
+        if options.get("exportable"):
+            exportable.add(address)
+        return address
+
+    monkeypatch.setattr(CpuDriver, "alloc", note)
+
+    def program(here: state.PeState) -> set[int]:
+        return {here.heap.base, min(queue["results"] for queue in queues_of(here).values())}
+
+    with SoftHca() as hca:
+        assert set().union(*run(2, SoftFabric("mlx5", hca), program)) <= exportable
+
+
 def test_only_peers_that_are_not_mapped_have_queues() -> None:
     with SoftHca() as hca:
         worlds = run(4, SoftFabric("mlx5", hca), lambda here: set(queues_of(here)), gpus_per_node=2)

@@ -347,7 +347,7 @@ class GpuDriver(GpuStreams):
 
     def export_dma_buf(self, address: int, num_bytes: int) -> int | None:
         owner = self._allocation(address, num_bytes)
-        return None if owner.on_host else lending.export_dma_buf(self._gpu, owner, address)
+        return None if owner.on_host else lending.export_dma_buf(self._gpu, owner, address, num_bytes)
 
     # other
 

@@ -33,13 +33,13 @@ def map_host(gpu: Gpu, address: int, num_bytes: int, registers: bool, failures: 
     return Allocation(seen, num_bytes, give_back, failures, device_index=gpu.index)
 
 
-def export_dma_buf(gpu: Gpu, owner: Allocation, address: int) -> int | None:
+def export_dma_buf(gpu: Gpu, owner: Allocation, address: int, least: int) -> int | None:
     """A descriptor of a dma-buf for what `owner` has from `address` on, which the caller closes.
 
-    None: this driver has none, or `address` is in the middle of a page.
+    None: this driver has none, `address` is in the middle of a page, or there are not `least` bytes in whole pages.
     """
     num_bytes = (owner.address + owner.num_bytes - address) // _PAGE * _PAGE
-    if not gpu.library.has("dma_buf") or address % _PAGE or not num_bytes:
+    if not gpu.library.has("dma_buf") or address % _PAGE or num_bytes < least:
         return None
     descriptor = ctypes.c_int(-1)
     try:

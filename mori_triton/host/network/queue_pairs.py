@@ -122,7 +122,8 @@ class QueuePairLinks:
         self._results, self._result_key = 0, 0
         if self._made:
             num_bytes = len(self._made) * _RESULT_BYTES
-            self._results = self._alloc(num_bytes, card.memory_kind, "results of fetches")
+            # memory that a GPU may share is in whole pages, as a card that reaches it by a dma-buf wants it
+            self._results = self._alloc(num_bytes, card.memory_kind, "results of fetches", exportable=True)
             self._result_key, _ = card.register(self._results, num_bytes)
         ends = [NO_QUEUE_PAIR] * (site.n_pes * self._num_qp)
         for (peer, at), made in self._made.items():
@@ -166,8 +167,8 @@ class QueuePairLinks:
         self.queues = self._alloc(len(table), MemoryKind.CACHED, "queue pairs")
         self._driver.write(self.queues, table)
 
-    def _alloc(self, num_bytes: int, kind: MemoryKind, what: str) -> int:
-        address = self._driver.alloc(num_bytes, kind=kind)
+    def _alloc(self, num_bytes: int, kind: MemoryKind, what: str, *, exportable: bool = False) -> int:
+        address = self._driver.alloc(num_bytes, kind=kind, exportable=exportable)
         self._memory.append(address)
         pe = self._site.pe
         self.regions.append(Region(address, num_bytes, f"{what} of PE {pe}", pe))
