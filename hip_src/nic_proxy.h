@@ -35,7 +35,17 @@ MORI_BODY void proxy_failed(Call call, i32 pe, u64 address, u64 index, u32 reaso
   report_by_one(call, kNetworkFailed, pe, kTagNetwork, address, index, reason, kProxy | op << 8);
 }
 
-// The index of a descriptor that the loop will take; kNoIndex, and a record, if it cannot be posted. `address`: symmetric.
+MORI_INLINE bool proxy_is_broken(u64 ring) { return load_system<u64>(MORI_RING(ring, broken)) != 0; }
+
+// The first wait that has reached its limit is recorded, and nothing is posted any more: at least `expected` was wanted of what is at
+// `seen`. A loop that serves its ring speaks before, so this one does not, and nobody else need find out for as long.
+MORI_BODY void proxy_give_up(Call call, u64 ring, i32 pe, u64 expected, u64 seen) {
+  if (compare_swap_system<u64>(MORI_RING(ring, broken), 0, 1) != 0) return;
+  report_by_one(call, kWaitTimeout, pe, kTagNetwork, ring, expected, seen, kGe);
+}
+
+// The index of a descriptor that the loop will take; kNoIndex, and a record, if it cannot be posted (of a broken ring there is one
+// already). `address`: symmetric.
 MORI_BODY u64 proxy_post(Call call, u32 op, u32 ticket, i32 pe, u64 address, u64 local, u64 num_bytes, u64 value, u64 extra) {
   Net net = network_of(call.ctx);
   u64 ring = proxy_ring(call), tail = MORI_RING(ring, tail);
@@ -57,6 +67,7 @@ MORI_BODY u64 proxy_post(Call call, u32 op, u32 ticket, i32 pe, u64 address, u64
   bool over = false;
 #pragma clang loop unroll(disable)
   for (;;) {
+    if (proxy_is_broken(ring)) return kNoIndex;
     u64 head = load_system<u64>(MORI_RING(ring, head));
     // an index older than `head` is far more than there is room for
     if (index - head < entries) {
@@ -66,7 +77,7 @@ MORI_BODY u64 proxy_post(Call call, u32 op, u32 ticket, i32 pe, u64 address, u64
       continue;
     }
     if (over) {
-      report_by_one(call, kWaitTimeout, pe, kTagNetwork, ring, index + 1 - entries, head, kGe);
+      proxy_give_up(call, ring, pe, index + 1 - entries, head);
       return kNoIndex;
     }
     over = is_over(limit);
@@ -87,20 +98,21 @@ MORI_BODY u64 proxy_post(Call call, u32 op, u32 ticket, i32 pe, u64 address, u64
   return index;
 }
 
-// Number of a ticket from 1 on; 0, and a record, if all stay taken.
+// Number of a ticket from 1 on; 0, and a record, if all stay taken; 0 if the ring is broken.
 MORI_BODY u32 proxy_take_ticket(Call call, u64 ring, i32 pe) {
   u64 pool = MORI_RING(ring, free_tickets);
   Patience limit = patience(call.ctx);
   bool over = false;
 #pragma clang loop unroll(disable)
   for (;;) {
+    if (proxy_is_broken(ring)) return 0;
     u64 free = load_system<u64>(pool), bit = free & -free;
     if (bit != 0) {
       if ((and_system<u64>(pool, ~bit) & bit) != 0) return (u32)__builtin_ctzll(bit) + 1;
       continue;
     }
     if (over) {
-      report_by_one(call, kWaitTimeout, pe, kTagNetwork, ring, 1, 0, kGe);
+      proxy_give_up(call, ring, pe, 1, 0);
       return 0;
     }
     over = is_over(limit);
@@ -124,9 +136,10 @@ MORI_BODY i32 proxy_do(Call call, u32 op, i32 pe, u64 address, u64 local, u64 nu
   bool over = false;
 #pragma clang loop unroll(disable)
   while (((done = load_system<u64>(MORI_TICKET(place, done))) & ~kProxyFailed) != index + 1) {
+    // the ticket is not given back: the loop may yet write it
+    if (proxy_is_broken(ring)) return -1;
     if (over) {
-      // the ticket is not given back: the loop may yet write it
-      report_by_one(call, kWaitTimeout, pe, kTagNetwork, ring, index + 1, load_system<u64>(MORI_RING(ring, head)), kGe);
+      proxy_give_up(call, ring, pe, index + 1, load_system<u64>(MORI_RING(ring, head)));
       return -1;
     }
     over = is_over(limit);

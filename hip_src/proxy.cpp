@@ -217,7 +217,7 @@ const u32 mori_proxy_layout[] = {
     sizeof(ProxyTicket), AT(ProxyTicket, done), AT(ProxyTicket, value), AT(ProxyTicket, reason), AT(ProxyTicket, pe),
     AT(ProxyTicket, reserved),
     sizeof(ProxyRing), AT(ProxyRing, version), AT(ProxyRing, entries), AT(ProxyRing, n_pes), AT(ProxyRing, reserved0),
-    AT(ProxyRing, tail), AT(ProxyRing, head), AT(ProxyRing, num_gone), AT(ProxyRing, errors),
+    AT(ProxyRing, tail), AT(ProxyRing, broken), AT(ProxyRing, head), AT(ProxyRing, num_gone), AT(ProxyRing, errors),
     AT(ProxyRing, free_tickets), AT(ProxyRing, records), AT(ProxyRing, tickets),
     sizeof(ProxyRingPeer), AT(ProxyRingPeer, gone), AT(ProxyRingPeer, reported),
     sizeof(ProxyFunctions), AT(ProxyFunctions, put), AT(ProxyFunctions, get), AT(ProxyFunctions, am_send),

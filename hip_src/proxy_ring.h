@@ -21,7 +21,7 @@ using u16 = unsigned short;
 using u32 = unsigned;
 using u64 = unsigned long long;
 
-constexpr u32 kProxyVersion = 2;
+constexpr u32 kProxyVersion = 3;
 constexpr u32 kProxyErrors = 16;             // records kept: the first ones
 constexpr u32 kProxyTickets = 64;            // bits of `free_tickets`
 constexpr u64 kProxyFailed = 1ull << 63;     // in `done`: the operation failed
@@ -97,6 +97,7 @@ struct ProxyRing {
   u32 n_pes;
   u32 reserved0[13];
   alignas(64) u64 tail;    // indices given out
+  u64 broken;              // 1: a kernel's wait has reached its limit, none posts any more; beside `tail`, which who posts reads too
   alignas(64) u64 head;    // every index below is finished
   u64 num_gone;            // how many PEs count as gone; beside `head`, since producers read both
   alignas(64) u64 errors;  // how many there were; the first kProxyErrors have a record
@@ -125,6 +126,7 @@ MORI_PROXY_FIELD(ProxyDescriptor, extra, 56);
 static_assert(sizeof(ProxyDescriptor) == 64, "ProxyDescriptor");
 MORI_PROXY_FIELD(ProxyRing, entries, 4);
 MORI_PROXY_FIELD(ProxyRing, tail, 64);
+MORI_PROXY_FIELD(ProxyRing, broken, 72);
 MORI_PROXY_FIELD(ProxyRing, head, 128);
 MORI_PROXY_FIELD(ProxyRing, num_gone, 136);
 MORI_PROXY_FIELD(ProxyRing, errors, 192);

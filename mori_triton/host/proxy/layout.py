@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from enum import IntEnum
 
-VERSION = 2
+VERSION = 3
 ERROR_RECORDS = 16
 TICKETS = 64
 ALL_PES = -1
@@ -106,7 +106,8 @@ class Ring(ctypes.Structure):
         ("n_pes", ctypes.c_uint32),
         ("reserved0", ctypes.c_uint32 * 13),
         ("tail", ctypes.c_uint64),
-        ("_pad_tail", ctypes.c_uint64 * 7),
+        ("broken", ctypes.c_uint64),
+        ("_pad_tail", ctypes.c_uint64 * 6),
         ("head", ctypes.c_uint64),
         ("num_gone", ctypes.c_uint64),
         ("_pad_head", ctypes.c_uint64 * 6),

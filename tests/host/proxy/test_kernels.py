@@ -314,10 +314,61 @@ def test_a_ring_that_stays_full_refuses_within_the_limit_and_leaves_no_hole() ->
     # six were wanted, four had room
     assert int(out.sum()) == 2
     assert (ring.header.tail, ring.header.head) == (4, 0)
-    for record in pes.records(0):
-        assert (record["kind"], record["peer"], record["tag"]) == (abi.ERROR_WAIT_TIMEOUT, 1, abi.TAG_NETWORK)
-        assert (record["expected"], record["seen"]) == (1, 0)
-    assert pes.count(0) == 2
+    # who comes later, too
+    (record,) = pes.records(0)
+    assert (record["kind"], record["peer"], record["tag"]) == (abi.ERROR_WAIT_TIMEOUT, 1, abi.TAG_NETWORK)
+    assert (record["expected"], record["seen"]) == (1, 0)
+    assert pes.count(0) == 1
+
+
+# what a ring is stuck in: no room, no ticket, no answer
+STUCK = {
+    "room": (kernels.posts_kernel, (5,), (1, 1, 1), {}),
+    "ticket": (kernels.tickets_kernel, (1,), (1,), {"NUM": 1}),
+    "answer": (kernels.tickets_kernel, (1,), (1,), {"NUM": 1}),
+}
+
+
+@pytest.mark.parametrize("what", list(STUCK))
+def test_a_wait_at_its_limit_breaks_the_ring_for_all_that_comes_later(what: str) -> None:
+    limit = 1.0
+    ring = Ring(4, 3)
+    pes = FarPes(3, [ring] * 3, timeout_s=limit)
+    if what == "ticket":
+        ring.header.free_tickets = 0
+    kernel, grid, args, options = STUCK[what]
+    out = torch.full((7,), -7)
+    at = [pes.view(0, 4096 * place, 1, torch.int64) for place in (1, 2)]
+    with pes.current(0) as ctx:
+        assert ring.header.broken == 0
+        run(kernel, grid, ctx, out, pes.view(0, 4096, 1, torch.int64), *args, **options)
+        assert ring.header.broken == 1
+        tail, free = ring.header.tail, ring.header.free_tickets
+        for pe in (1, 2):
+            start = time.monotonic()
+            run(kernels.results_kernel, (1,), ctx, out, *at, 8, pe)
+            took = time.monotonic() - start
+            assert out.tolist() == [-1, -1, -1, -1, 0, -1, -1]
+    # the last, for which nothing had to be compiled
+    assert took < limit
+    (record,) = pes.records(0)
+    assert (record["kind"], record["peer"], pes.count(0)) == (abi.ERROR_WAIT_TIMEOUT, 1, 1)
+    # nothing was posted, and no ticket lost
+    assert (ring.header.tail, ring.header.free_tickets) == (tail, free)
+
+
+def test_who_waits_in_a_ring_that_breaks_leaves_with_the_first() -> None:
+    ring = Ring(64, 2)
+    pes = FarPes(2, [ring, ring], timeout_s=0.5)
+    out = torch.full((24,), -7)
+    with pes.current(0) as ctx:
+        # on itself, so that it is compiled
+        run(kernels.tickets_kernel, (8,), ctx, out, pes.view(0, 4096, 1, torch.int64), 0, NUM=3)
+        start = time.monotonic()
+        run(kernels.tickets_kernel, (8,), ctx, out, pes.view(0, 4096, 1, torch.int64), 1, NUM=3)
+    # three draws, of which only the first waits
+    assert 0.5 <= time.monotonic() - start < 1.5
+    assert pes.count(0) == len(pes.records(0)) == 1
 
 
 def test_posting_goes_on_when_the_loop_makes_room() -> None:
