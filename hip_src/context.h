@@ -175,7 +175,7 @@ MORI_BODY void report_by_one(Call call, u32 kind, i32 peer, i32 tag, u64 address
   record->expected = expected;
   record->seen = seen;
   record->compare = compare;
-  if (is_debug_build()) record->symbol = call.symbol;
+  record->symbol = is_debug_build() ? call.symbol : 0;
   release_to_system(warm(ctx));
   store_system<u32>(place + __builtin_offsetof(ErrorRecord, sequence), (u32)slot + 1);
 }

@@ -199,6 +199,16 @@ def test_a_debug_build_names_the_function_and_looks_at_the_local_side(arch: str)
             assert {r["symbol"] for r in pes.records(0)} <= {symbol}
 
 
+def test_a_record_has_no_name_of_an_earlier_one() -> None:
+    pes = Pes(2, "gfx1201")
+    with pes.current(0) as ctx:
+        # what records of another build have left
+        pes.logs[0][abi.ERROR_LOG_FIELDS["records"].offset :] = 0xA5
+        out = torch.full((64,), -7, dtype=torch.int32)
+        launch(one_put_kernel, (1,), ctx, out, pes.base(0) + DST, pes.base(0) + SRC, 64, 2, num_warps=2)
+        assert [(r["kind"], r["symbol"]) for r in pes.records(0)] == [(abi.ERROR_REFUSED, 0)]
+
+
 @triton.jit(do_not_specialize=["dst", "src", "num_bytes", "pe"])
 def one_put_kernel(ctx, out, dst, src, num_bytes, pe):
     """A put. out: int32 [64]."""

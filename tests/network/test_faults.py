@@ -1,4 +1,4 @@
-"""Planted faults are found: by the protocols of test_seeds.py, in the same worlds, within a few of its seeds."""
+"""Planted faults are found: by the protocols of test_seeds.py, in worlds like its, within a few seeds."""
 
 import functools
 
