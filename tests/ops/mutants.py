@@ -17,6 +17,8 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
+from mori_triton import bitcode
+
 _FENCE = re.compile(r'^  fence (?:syncscope\("(\w+)"\) )?(\w+)')
 _ATOMIC = re.compile(r'^  .*(?:atomicrmw|cmpxchg|load atomic|store atomic) .*?(?:syncscope\("([\w-]+)"\) )?'
                      r'(monotonic|acquire|release|acq_rel|seq_cst)')  # fmt: skip
@@ -46,10 +48,10 @@ class Mutant:
 
 
 class Library:
-    """The device library as text, cut into functions."""
+    """The device library that worlds of mapped PEs link, as text, cut into functions."""
 
-    def __init__(self, path: Path) -> None:
-        self.text = str(llvm.parse_bitcode(path.read_bytes()))
+    def __init__(self, arch: str) -> None:
+        self.text = str(llvm.parse_assembly(bitcode.specialize(arch, provider="p2p").read_text()))
         self.bodies = {re.search(r"@([\w.]+)\(", b)[1]: b for b in re.findall(r"^define .*?^}", self.text, re.M | re.S)}  # type: ignore[index]
 
     def reachable(self, exported: set[str]) -> dict[str, set[str]]:

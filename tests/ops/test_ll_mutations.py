@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mori_triton import bitcode, local_world
+from mori_triton import local_world
 from mori_triton.device import launch as launch_module
 from mori_triton.errors import Deadlock, KernelFault, PeerTimeout
 from mori_triton.ops.kernels import deterministic as deterministic_kernels
@@ -124,7 +124,7 @@ CALLED = {
     for module in (*MODULES, finish_kernels)
     for name in re.findall(r"\bshmem\.([a-z]\w+)\(", Path(str(module.__file__)).read_text())
 }
-LIBRARY = Library(Path(bitcode.find_bitcode(launch_module.gpu_target("gfx1201"))))
+LIBRARY = Library("gfx1201")
 # One promise of the library is not leaned on here: a signal covers what other waves have stored since the program
 # arrived. What the last program sends, a row of sums, is stored by the wave that signals. `push_kernel` of
 # test_mutations.py does lean on it.

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mori_triton import bitcode, local_world, ops
+from mori_triton import local_world, ops
 from mori_triton.device import launch as launch_module
 from mori_triton.device import shmem
 from mori_triton.errors import Deadlock, KernelFault, PeerTimeout
@@ -265,7 +265,7 @@ def test_the_protocol_as_it_is(arch: str, originals: Originals) -> None:
 
 
 def library(arch: str = "gfx1201") -> Library:
-    return Library(Path(bitcode.find_bitcode(launch_module.gpu_target(arch))))
+    return Library(arch)
 
 
 def protocol_kernels() -> set[str]:
