@@ -106,11 +106,7 @@ MORI_BODY u32 proxy_take_ticket(Call call, u64 ring, i32 pe) {
 #pragma clang loop unroll(disable)
   for (;;) {
     if (proxy_is_broken(ring)) return 0;
-    u64 free = load_system<u64>(pool), bit = free & -free;
-    if (bit != 0) {
-      if ((and_system<u64>(pool, ~bit) & bit) != 0) return (u32)__builtin_ctzll(bit) + 1;
-      continue;
-    }
+    if (u64 bit = take_bit(pool)) return (u32)__builtin_ctzll(bit) + 1;
     if (over) {
       proxy_give_up(call, ring, pe, 1, 0);
       return 0;
@@ -119,7 +115,7 @@ MORI_BODY u32 proxy_take_ticket(Call call, u64 ring, i32 pe) {
   }
 }
 
-MORI_INLINE void proxy_give_ticket(u64 ring, u32 ticket) { or_system<u64>(MORI_RING(ring, free_tickets), 1ull << (ticket - 1)); }
+MORI_INLINE void proxy_give_ticket(u64 ring, u32 ticket) { give_bit(MORI_RING(ring, free_tickets), 1ull << (ticket - 1)); }
 
 // Post, and wait for the end: 0, what it fetched in *value, and what it brought can be read; or -1.
 MORI_BODY i32 proxy_do(Call call, u32 op, i32 pe, u64 address, u64 local, u64 num_bytes, u64 operand, u64 extra, u64 *value) {

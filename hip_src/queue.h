@@ -174,6 +174,18 @@ MORI_BODY u64 post(Call call, u64 queue, i32 pe, Verb verb, u64 remote, u64 loca
   return index + 1;
 }
 
+// A bit that is set in a word of what is free, and now is not; 0: none was.
+MORI_INLINE u64 take_bit(u64 pool) {
+#pragma clang loop unroll(disable)
+  for (;;) {
+    u64 free = load_system<u64>(pool), bit = free & -free;
+    // not an atomic AND: AMD's code generator makes that one of a load without scope and this
+    if (bit == 0 || compare_swap_system<u64>(pool, free, free - bit) == free) return bit;
+  }
+}
+
+MORI_INLINE void give_bit(u64 pool, u64 bit) { add_system<u64>(pool, bit); }
+
 // A word for a fetch's result, as a bit of free_results; 0 if the queue is broken.
 MORI_BODY u64 take_result(Call call, u64 queue, i32 pe) {
   u64 pool = MORI_WORD(queue, free_results);
@@ -182,12 +194,7 @@ MORI_BODY u64 take_result(Call call, u64 queue, i32 pe) {
 #pragma clang loop unroll(disable)
   for (;;) {
     if (is_broken(queue)) return 0;
-    u64 free = load_system<u64>(pool), bit = free & -free;
-    if (bit != 0) {
-      // not an atomic AND: AMD's code generator makes that one of a load without scope and this
-      if (compare_swap_system<u64>(pool, free, free - bit) == free) return bit;
-      continue;
-    }
+    if (u64 bit = take_bit(pool)) return bit;
     if (over) {
       give_up(call, queue, pe, 1, 0);
       return 0;
@@ -204,7 +211,7 @@ MORI_BODY i32 fetch(Call call, u64 queue, i32 pe, Verb verb, u64 remote, u64 val
   u64 end = post(call, queue, pe, verb, remote, place, 8, fixed(&facts(queue)->results_lkey), value, compare);
   if (end == 0 || wait_done(call, queue, pe, end, clock_ticks()) != 0) return -1;
   *old = load_first<u64>(place);
-  add_system<u64>(MORI_WORD(queue, free_results), bit);
+  give_bit(MORI_WORD(queue, free_results), bit);
   return 0;
 }
 

@@ -70,11 +70,6 @@ class Host:
             assert len(found()) >= count, "\n".join(self.lines)
             return found()[:count]
 
-    def end(self) -> int:
-        status = self.process.wait(40)
-        self._thread.join(10)
-        return status
-
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()

@@ -5,7 +5,6 @@ Packing and reading only; which memory they live in is the heap's business.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from mori_triton import abi
 from mori_triton.errors import KernelFault, MoriError, NetworkError, PeerTimeout, ReceiveOverflow
 from mori_triton.host.nic import status as card_status
 from mori_triton.host.proxy import status as proxy_status
+from mori_triton.host.structs import pack, unpack
 from mori_triton.wait_sites import wait_site_name
 
 # `expected` of a refused atomic or signal whose operation code does not exist
@@ -21,15 +21,6 @@ _UNKNOWN_OPERATION = 2**64 - 1
 # `seen` of a refused copy whose local side it is
 _LOCAL_SIDE = 1
 _PROVIDER_NAMES = {code: name for name, code in abi.PROVIDERS.items()}
-_FORMATS = {"u32": "I", "i32": "i", "u64": "Q"}
-
-
-def _put(buffer: bytearray, at: int, field: abi.Field, value: int) -> None:
-    struct.pack_into("<" + _FORMATS[field.type], buffer, at + field.offset, value)
-
-
-def _get(buffer: bytes, at: int, field: abi.Field) -> int:
-    return struct.unpack_from("<" + _FORMATS[field.type], buffer, at + field.offset)[0]
 
 
 def pack_context(
@@ -46,20 +37,15 @@ def pack_context(
     profile: int = 0,
 ) -> bytes:
     """The device context, `abi.CONTEXT_BYTES` long. Addresses are the device's; 0 ticks: waits have no limit."""
-    buffer = bytearray(abi.CONTEXT_BYTES)
     values = {"version": abi.ABI_VERSION, "pe": pe, "n_pes": n_pes, "heap_base": heap_base, "heap_size": heap_size}
     values |= {"peer_bases": peer_bases, "sync": sync, "errors": errors, "timeout_ticks": timeout_ticks}
     values |= {"network": network, "profile": profile}
-    for name, value in values.items():
-        _put(buffer, 0, abi.CONTEXT_FIELDS[name], value)
-    return bytes(buffer)
+    return pack(abi.CONTEXT_FIELDS, abi.CONTEXT_BYTES, values)
 
 
 def empty_error_log() -> bytes:
     """An error log that holds nothing and of which nothing was taken, `abi.ERROR_LOG_SIZE` long."""
-    buffer = bytearray(abi.ERROR_LOG_SIZE)
-    _put(buffer, 0, abi.ERROR_LOG_FIELDS["limit"], abi.ERROR_CAPACITY)
-    return bytes(buffer)
+    return pack(abi.ERROR_LOG_FIELDS, abi.ERROR_LOG_SIZE, {"limit": abi.ERROR_CAPACITY})
 
 
 @dataclass(frozen=True)
@@ -164,12 +150,12 @@ def take_records(log: bytes, taken: int, describe: Callable[[int], str]) -> Take
         taken: `total` when it was taken last.
         describe: names an address.
     """
-    count = _get(log, 0, abi.ERROR_LOG_FIELDS["count"])
+    count = unpack(abi.ERROR_LOG_FIELDS, log)["count"]
     records = []
     slots = range(taken, min(count, taken + abi.ERROR_CAPACITY))
     for slot in slots:
         at = abi.ERROR_LOG_FIELDS["records"].offset + slot % abi.ERROR_CAPACITY * abi.ERROR_RECORD_SIZE
-        fields = {name: _get(log, at, field) for name, field in abi.ERROR_RECORD_FIELDS.items()}
+        fields = unpack(abi.ERROR_RECORD_FIELDS, log, at)
         # stored last, so the rest is there too
         if fields.pop("sequence") == (slot + 1) % 2**32:
             records.append(ErrorRecord(**fields, where=describe(fields["address"])))

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 
 from mori_triton import abi
+from mori_triton.host.structs import pack, unpack
 
-_FORMATS = {"u32": "I", "i32": "i", "u64": "Q"}
 # what is not zero in the part of a queue that kernels write
 _ALL_FREE = 2**64 - 1
-
-
-def _pack(fields: Mapping[str, abi.Field], num_bytes: int, values: Mapping[str, int]) -> bytes:
-    buffer = bytearray(num_bytes)
-    for name, value in values.items():
-        struct.pack_into("<" + _FORMATS[fields[name].type], buffer, fields[name].offset, value)
-    return bytes(buffer)
 
 
 def pack_network(*, provider: str, num_qp_per_pe: int, queues: int, ring: int) -> bytes:
     """`Network`. `provider`: of `abi.PROVIDERS`. `queues`, `ring`: addresses, 0 for a transport without."""
     values = {"provider": abi.PROVIDERS[provider], "num_qp_per_pe": num_qp_per_pe, "queues": queues, "ring": ring}
-    return _pack(abi.NETWORK_FIELDS, abi.NETWORK_SIZE, values)
+    return pack(abi.NETWORK_FIELDS, abi.NETWORK_SIZE, values)
 
 
 def pack_queues(queues: Sequence[Mapping[str, int] | None]) -> bytes:
@@ -30,14 +22,11 @@ def pack_queues(queues: Sequence[Mapping[str, int] | None]) -> bytes:
     return b"".join(
         bytes(abi.QUEUE_SIZE)
         if one is None
-        else _pack(abi.QUEUE_FIELDS, abi.QUEUE_SIZE, {**one, "free_results": _ALL_FREE})
+        else pack(abi.QUEUE_FIELDS, abi.QUEUE_SIZE, {**one, "free_results": _ALL_FREE})
         for one in queues
     )
 
 
 def unpack_queue(table: bytes, nth: int) -> dict[str, int]:
     """All fields of queue `nth` of a table."""
-    return {
-        name: struct.unpack_from("<" + _FORMATS[field.type], table, nth * abi.QUEUE_SIZE + field.offset)[0]
-        for name, field in abi.QUEUE_FIELDS.items()
-    }
+    return unpack(abi.QUEUE_FIELDS, table, nth * abi.QUEUE_SIZE)
