@@ -112,7 +112,7 @@ def _products() -> dict[str, Product]:
 
 MATRIX = _products()
 # sources of these may be of any of FORMATS, chosen by modifiers
-ANY_FORMAT = re.compile(r"(mfma|mfma_scale|wmma|wmma_scale)_f32_(16x16x128|32x32x64)_f8f6f4$")
+ANY_FORMAT = re.compile(r"(mfma|mfma_scale)_f32_(16x16x128|32x32x64)_f8f6f4$")
 
 
 def any_format(name: str, a: str, b: str) -> Product:
@@ -120,10 +120,7 @@ def any_format(name: str, a: str, b: str) -> Product:
     m = ANY_FORMAT.match(name)
     assert m
     n, k = (16, 128) if m[2].startswith("16") else (32, 64)
-    wave = 32 if name.startswith("wmma") else 64
-    if wave == 32 and n == 32:
-        raise KeyError("no semantics")
-    return Product(n, k, a, b, wave=wave, run=16, scaled="scale" in name)
+    return Product(n, k, a, b, run=16, scaled="scale" in name)
 
 
 @dataclass(frozen=True)
@@ -151,20 +148,14 @@ def _modifiers(name: str, mods: dict[str, str]) -> Modifiers:
     mods = {k: v for k, v in mods.items() if k not in ("matrix_a_reuse", "matrix_b_reuse")}
     allowed = {"neg_lo", "neg_hi"} if name.startswith("wmma") else {"cbsz", "abid"}
     if ANY_FORMAT.match(name):
-        allowed = {"cbsz", "blgp"} if name.startswith("mfma") else {"matrix_a_fmt", "matrix_b_fmt"}
-        if "scale" in name:
-            allowed |= {"op_sel", "op_sel_hi"}
+        allowed = {"cbsz", "blgp", *(("op_sel", "op_sel_hi") if "scale" in name else ())}
     for m in mods:
         if m not in allowed:
             raise KeyError(f"modifier {m}")
     lo, hi = _flags(mods, "neg_lo"), _flags(mods, "neg_hi")
     cbsz, abid = int(mods.get("cbsz", "0")), int(mods.get("abid", "0"))
     if ANY_FORMAT.match(name):
-        if name.startswith("mfma"):
-            chosen = FORMATS[cbsz], FORMATS[int(mods.get("blgp", "0"))]
-        else:
-            texts = [mods.get(f"matrix_{x}_fmt", "MATRIX_FMT_FP8").removeprefix("MATRIX_FMT_").lower() for x in "ab"]
-            chosen = texts[0], texts[1]
+        chosen = FORMATS[cbsz], FORMATS[int(mods.get("blgp", "0"))]
         low, high = _flags(mods, "op_sel"), _flags(mods, "op_sel_hi")
         return Modifiers(scale_byte=(low[0] + 2 * high[0], low[1] + 2 * high[1]), formats=chosen)
     product = MATRIX[name]
