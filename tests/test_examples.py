@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import mori_triton as mori
+from tests.host.proxy.ucx import needs_ucx
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 RING, ALLREDUCE, GEMM = "02_ring_put", "03_allreduce", "04_allgather_gemm"
@@ -24,7 +25,7 @@ GOOD = {RING: "all rows are there", ALLREDUCE: "the sum is exact", GEMM: "the pr
 # those that a network can carry
 SENT = [(RING, ["--row-bytes", "4096"]), (ALLREDUCE, ["--way", "put"]), (GEMM, [])]
 SENT_IDS = ["ring", "put", "gemm"]
-NETWORKS = ("mlx5", "bnxt_re", "ionic", "proxy")
+NETWORKS = ("mlx5", "bnxt_re", "ionic", pytest.param("proxy", marks=needs_ucx))
 
 
 def load(name: str) -> ModuleType:

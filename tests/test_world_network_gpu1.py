@@ -8,6 +8,7 @@ from mori_triton import shmem
 from mori_triton.device.launch import launch
 from mori_triton.errors import NetworkError, PeerTimeout
 from mori_triton.host import state
+from tests.host.proxy.ucx import needs_ucx
 from tests.network_programs import exchange, put_kernel, symmetric, wait_kernel
 
 pytestmark = [
@@ -17,6 +18,7 @@ pytestmark = [
 
 DEVICE = "hip" if torch.version.hip else "cuda"
 CARDS = ("mlx5", "bnxt_re", "ionic")
+TRANSPORTS = (*CARDS, pytest.param("proxy", marks=needs_ucx))
 # what a request, an inline write, a packet and many packets hold
 SIZES = (0, 3, 16, 100, 4097, 1 << 20)
 
@@ -29,13 +31,13 @@ def total(n, rounds):
     return [rounds * n * (n + 1) // 2] * n
 
 
-@pytest.mark.parametrize("transport", [*CARDS, "proxy"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("n", [2, 4])
 def test_everybody_with_everybody(transport, n):
     assert world(n, transport).run(exchange, SIZES) == total(n, len(SIZES))
 
 
-@pytest.mark.parametrize("transport", [*CARDS, "proxy"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_some_peers_are_mapped(transport):
     def program(pe):
         assert [state.current().heap.reaches(peer) for peer in range(4)] == [peer // 2 == pe // 2 for peer in range(4)]
