@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from mori_triton import abi
 from mori_triton.errors import ArgumentError, DriverError, HeapError, StateError, require
 from mori_triton.host import context
-from mori_triton.host.agreement import agree, all_fine
+from mori_triton.host.agreement import agree
 from mori_triton.host.allocator import Allocator, Block
 from mori_triton.host.bootstrap.base import Bootstrap
 from mori_triton.host.drivers.base import Driver, MemoryKind
-from mori_triton.host.peers import Peers, undo_all
+from mori_triton.host.peers import Peers, connect, tell, undo_all
 from mori_triton.host.profile import Operation
 from mori_triton.host.tables import PeTables, Region
 
@@ -91,7 +91,7 @@ class SymmetricHeap:
             alignment = max(4096, _largest_power(self.num_bytes))
             self._base = self.driver.alloc(self.num_bytes, kind=kind, alignment=alignment, exportable=True)
             self._tables = PeTables(self.driver, self.pe, self.n_pes)
-            self._peers = Peers(self.driver, self.pe, self.n_pes, self._base, self.num_bytes, _SYNC_BYTES)
+            self._peers = Peers(self.driver, self.pe, self.n_pes, self._base, self.num_bytes, "heap", _SYNC_BYTES)
             facts |= self._peers.offer()
             # what every heap can promise: the largest power of two that divides its address
             facts["alignment"] = self._base & -self._base
@@ -100,27 +100,18 @@ class SymmetricHeap:
         return facts
 
     def _connect(self, mine: dict[str, Any], gpus_per_node: int | None, reach_peers: bool) -> None:
-        others = [json.loads(facts) for facts in self.bootstrap.allgather(json.dumps(mine).encode(), "heap set-up")]
-        agree("heap set-up", [{"heap size": facts["bytes"]} for facts in others])
-        all_fine([facts["error"] for facts in others])
+        others = tell(self.bootstrap, "heap", mine)
         self._max_alignment = min(_largest_power(self.num_bytes), *(facts["alignment"] for facts in others))
+        offers = {}
+        for peer, facts in enumerate(others):
+            same_node = facts["node"] == mine["node"]
+            if gpus_per_node is not None:
+                same_node = same_node and peer // gpus_per_node == self.pe // gpus_per_node
+            if same_node and reach_peers and peer != self.pe:
+                offers[peer] = facts
         assert self._peers is not None
-        problem = None
-        try:
-            for peer, facts in enumerate(others):
-                same_node = facts["node"] == mine["node"]
-                if gpus_per_node is not None:
-                    same_node = same_node and peer // gpus_per_node == self.pe // gpus_per_node
-                if same_node and reach_peers and peer != self.pe:
-                    self._peers.map(peer, facts)
-            self._write_tables()
-        except DriverError as error:
-            problem = str(error)
         # also the barrier that closes the set-up: nobody signals to words that their owner has yet to clear
-        problems = self.bootstrap.allgather(json.dumps(problem).encode(), "heap set-up, peers mapped")
-        # nobody uses that memory before a malloc, which waits for this PE
-        self._peers.settle()
-        all_fine([json.loads(text) for text in problems])
+        connect(self.bootstrap, "heap", self._peers, offers, self._write_tables)
 
     def _write_tables(self) -> None:
         assert self._tables is not None

@@ -10,7 +10,7 @@ import atexit
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from mori_triton.host.drivers.identity import process_identity
 from mori_triton.host.heap import SymmetricHeap
 from mori_triton.host.network import Fabric, Network, Site
 from mori_triton.host.network.choose import open_network
+from mori_triton.host.shared_memory import SharedMemory
 from mori_triton.host.tables import Region
 
 # makes a PE's memory known to whatever runs its kernels; returns how to undo that
@@ -52,6 +53,9 @@ class PeState:
     network: Network | None = None
     # what `open_state` was given
     fabric: Fabric | None = None
+    # lets this PE's kernels touch more memory, returns how to undo that. Set by `attach`; None: they may touch any
+    expose: Callable[[Sequence[Region]], Callable[[], None]] | None = None
+    _shared: list[SharedMemory] = field(default_factory=list)
     _detach: Callable[[], None] | None = None
 
     @property
@@ -74,7 +78,25 @@ class PeState:
 
     def regions(self) -> list[Region]:
         """Everything this PE's kernels may touch besides their own arguments."""
-        return self.heap.regions() + (self.network.regions() if self.network is not None else [])
+        shared = [region for memory in self._shared for region in memory.regions()]
+        return self.heap.regions() + shared + (self.network.regions() if self.network is not None else [])
+
+    def share(self, num_bytes: int, kind: MemoryKind, name: str) -> SharedMemory:
+        """Symmetric memory of a kind of its own, beside the heap, mapped by the PEs that the heap reaches. Collective.
+
+        `unshare` gives it back; what is left is given back when the state closes. Errors are those of `SharedMemory`.
+        """
+        reached = [self.heap.reaches(pe) for pe in range(self.n_pes)]
+        memory = SharedMemory(self.driver, self.bootstrap, num_bytes, kind=kind, reached=reached, name=name)
+        if self.expose is not None:
+            memory.hide = self.expose(memory.regions())
+        self._shared.append(memory)
+        return memory
+
+    def unshare(self, memory: SharedMemory) -> None:
+        """Give back what `share` made. Local; this PE's kernels and its peers' must be done with it."""
+        self._shared.remove(memory)
+        memory.close()
 
     def check_errors(self) -> None:
         """Raise what kernels of this PE, or its network, have found wrong, if anything. Waits for nobody."""
@@ -127,6 +149,8 @@ class PeState:
                     self.network.quiet()
                 # before anybody frees: what a mapping is afterwards, GPU libraries do not say
                 self.heap.disconnect()
+                for memory in self._shared:
+                    memory.disconnect()
                 self.bootstrap.barrier("shmem finalize")
                 done = True
                 # what a kernel has recorded and nobody has asked for must not go down with the heap
@@ -148,6 +172,8 @@ class PeState:
 
     def _abandon(self) -> None:
         """What `open_state` has made, last first."""
+        while self._shared:
+            self._shared.pop().close()
         detach, self._detach = self._detach, None
         if detach is not None:
             detach()

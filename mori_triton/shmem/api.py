@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import operator
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mori_triton import abi, env
 from mori_triton.errors import ArgumentError, EnvError, StateError, require
 from mori_triton.host import drivers, state
 from mori_triton.host.bootstrap import tcp
+from mori_triton.host.tables import Region
 
 if TYPE_CHECKING:
     import torch
@@ -238,9 +239,19 @@ def _attach_emulator(here: state.PeState) -> Callable[[], None]:
         raise EnvError(f"MORI_TRITON_ARCH: {error}") from error
     device = emulator.current_device()
     device_of(device).set_global(abi.CONTEXT_SYMBOL, struct.pack("<Q", here.heap.ctx_address))
-    regions = here.regions()
-    for region in regions:
-        emulator.allow(device, region.address, region.num_bytes, region.name)
+
+    def expose(regions: Sequence[Region]) -> Callable[[], None]:
+        for region in regions:
+            emulator.allow(device, region.address, region.num_bytes, region.name)
+
+        def hide() -> None:
+            for region in regions:
+                emulator.disallow(device, region.address)
+
+        return hide
+
+    here.expose = expose
+    hide = expose(here.regions())
 
     # a kernel that spins on its own, not in a wait of the device library, ends as well
     scheduler.bind(scheduler.Parallel(here.timeout_s + _GRACE_S))
@@ -248,8 +259,7 @@ def _attach_emulator(here: state.PeState) -> Callable[[], None]:
     def detach() -> None:
         scheduler.bind(None)
         device_of(device).set_global(abi.CONTEXT_SYMBOL, bytes(8))
-        for region in regions:
-            emulator.disallow(device, region.address)
+        hide()
         driver.deactivate()
 
     return detach

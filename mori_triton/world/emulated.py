@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mori_triton import abi
@@ -104,11 +105,22 @@ class EmulatedRun(Run):
             self.executors[pe].end()
 
     def attach(self, here: state.PeState) -> Callable[[], None]:
-        """Let this PE's kernels touch its own heap and every reachable peer's."""
-        device, regions = self.devices[here.pe], here.regions()
+        """Let this PE's kernels touch its own heap and every reachable peer's, and later what it shares besides."""
+        device = self.devices[here.pe]
+        here.expose = partial(self._expose, here)
+        hide = here.expose(here.regions())
+        device.set_global(abi.CONTEXT_SYMBOL, here.heap.ctx_address.to_bytes(8, "little"))
+
+        def detach() -> None:
+            device.set_global(abi.CONTEXT_SYMBOL, bytes(8))
+            hide()
+
+        return detach
+
+    def _expose(self, here: state.PeState, regions: Sequence[Region]) -> Callable[[], None]:
+        device = self.devices[here.pe]
         for region in regions:
             device.allow(region.address, region.num_bytes, region.name)
-        device.set_global(abi.CONTEXT_SYMBOL, here.heap.ctx_address.to_bytes(8, "little"))
         # in weak-memory mode a store to a PE's memory is in real memory once it has reached that PE
         weak = self.coordinator.weak if self.coordinator is not None else None
         homes: list[Region] = []
@@ -121,15 +133,14 @@ class EmulatedRun(Run):
                     home = weak.card(here.pe) if region in shared else here.pe
                     weak.set_home(region.address, region.num_bytes, home)
 
-        def detach() -> None:
-            device.set_global(abi.CONTEXT_SYMBOL, bytes(8))
+        def hide() -> None:
             for region in regions:
                 device.disallow(region.address)
             for region in homes:
                 assert weak is not None
                 weak.forget(region.address, region.num_bytes)
 
-        return detach
+        return hide
 
     def preload(self, load: Callable[[], Any]) -> Any:
         """Nothing waits for a running kernel here."""
