@@ -4,6 +4,7 @@
 // checked once and copied as vectors; anything else goes lane by lane, lowest lane first.
 #include "atomics.h"
 #include "lanes.h"
+#include "ledger.h"
 #include "weak_dma.h"
 
 namespace {
@@ -12,6 +13,7 @@ template <int W, class T>
 INLINE u32 load(Wave* w, const u32* v, u32* reg, u64 base, u64 how, i32 offset, u32 limit, Mask<W> exec) {
   Access<W> a;
   if (!resolve<W, T::BYTES>(a, w, v, base, how, offset, limit, exec)) return 0;
+  count_access(w, Kind::LOAD, a, how);
   const Mode mode = mode_of(how);
   if (scope_of(how) != WORKGROUP && a.lanes) w->polls++;
   if (__builtin_expect(a.outside != 0, 0))
@@ -72,6 +74,7 @@ template <int W, class T>
 INLINE u32 store(Wave* w, const u32* v, const u32* reg, u64 base, u64 how, i32 offset, u32 limit, Mask<W> exec) {
   Access<W> a;
   if (!resolve<W, T::BYTES>(a, w, v, base, how, offset, limit, exec)) return 0;
+  count_access(w, Kind::STORE, a, how);
   const Mode mode = mode_of(how);
   if (mode < SCRATCH) {
     if (a.lanes) w->changes++;
@@ -115,6 +118,7 @@ INLINE u32 atomic(Wave* w, const u32* v, const u32* data, u64 base, u64 how, i32
   Access<W> a;
   constexpr int BYTES = sizeof(U), WORDS = BYTES / 4;
   if (!resolve<W, BYTES>(a, w, v, base, how, offset, limit, exec)) return 0;
+  count_access(w, Kind::ATOMIC, a, how);
   const bool local = mode_of(how) == LOCAL, weak = memory_of(w)->weak != 0 && !local;
   const u32 operation = operation_of(how) & 127;
   const bool is_signed = operation_of(how) & 128;
@@ -204,6 +208,7 @@ ALL(64)
 // scalar load of `words` words at a 4-byte aligned address
 u32 mori_emu_scalar_load(Wave* w, u64 a, u32* to, u32 words, u64 how) {
   if (!in_range(w, a, 4 * words)) return fault(w, OUTSIDE, how, a, 4 * words);
+  if (__builtin_expect(memory_of(w)->ledger != 0, 0)) count(w, Kind::LOAD, 1u, 4 * words, [&](int) { return a; });
   if (__builtin_expect(memory_of(w)->weak != 0, 0)) {
     Reader r = reader(w, how);
     if (!r.g) return fault(w, ARENA_FULL, how, a, 4 * words);

@@ -15,6 +15,7 @@ using i64 = long long;
 struct WaveMemory {
   u64 weak;        // WeakLaunch of the weak-memory mode, 0: normal mode
   u64 fault_size;  // bytes of the access that faulted
+  u64 ledger;      // `Ledger` of the wave's launch, 0: accesses are not counted
 };
 constexpr u64 WAVE_MEMORY = 512 + 8 * 40;
 INLINE WaveMemory* memory_of(Wave* w) { return reinterpret_cast<WaveMemory*>(reinterpret_cast<u8*>(w) + WAVE_MEMORY); }

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from mori_triton.errors import ArgumentError, StateError, require
 
 if TYPE_CHECKING:
+    from mori_triton.emulator.ledger import DeviceLedger
     from mori_triton.emulator.module import Module
 
 # GPUs whose code the emulated device runs: wave width, bytes of LDS a workgroup may have
@@ -26,6 +27,7 @@ class Device:
     label: str = ""  # "PE 2" while it belongs to a world
     modules: list[Module] = field(default_factory=list, repr=False)
     in_use: bool = False
+    ledger: DeviceLedger | None = None  # counts what later launches access
 
     def __post_init__(self) -> None:
         self.warp_size, self.max_shared = ARCHS[self.arch]
@@ -124,7 +126,7 @@ def release(devices: list[Device]) -> None:
     with _lock:
         for device in devices:
             device.label, device._ranges, device.ranges, device.in_use = "", {}, [], False
-            device._globals = {}
+            device._globals, device.ledger = {}, None
 
 
 def device(number: int) -> Device:

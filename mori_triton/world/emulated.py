@@ -19,6 +19,7 @@ from mori_triton.host.drivers.base import Driver
 from mori_triton.host.drivers.cpu import CpuDriver
 from mori_triton.host.tables import Region
 from mori_triton.world.graph import CalledGraph, WorldGraph
+from mori_triton.world.ledger import ledger_of
 from mori_triton.world.network import WorldNetwork
 from mori_triton.world.run import Run
 
@@ -58,6 +59,10 @@ class EmulatedRun(Run):
         self.devices = devices.acquire(world.arch, world.n)
         for pe, device in enumerate(self.devices):
             device.label = f"PE {pe}"
+        ledger = ledger_of(world)
+        if ledger is not None:
+            for pe, device in enumerate(self.devices):
+                device.ledger = ledger.of_device(pe, self._owned)
         wait = None if world.seed is None else scheduler.host_wait
         self.network = WorldNetwork(self.settings.transport, world.network, wait)
         hca = self.network.hca
@@ -74,6 +79,15 @@ class EmulatedRun(Run):
                 if weak is not None:
                     for pe in range(world.n):
                         hca.use_dma(pe, weak.dma(pe))
+
+    def _owned(self) -> list[tuple[int, int, int]]:
+        """(low, high, PE) of all memory that PEs have allocated for kernels: heaps, tables, payload of ops."""
+        return [
+            (address, address + num_bytes, pe)
+            for pe, driver in enumerate(self.drivers)
+            if isinstance(driver, CpuDriver)
+            for address, num_bytes in driver.allocations()
+        ]
 
     def take_down(self) -> None:
         """See `Run`."""

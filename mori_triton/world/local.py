@@ -10,9 +10,10 @@ him. The ops of this package see to it; for kernels of your own, `LocalWorld.pre
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mori_triton import env
 from mori_triton.emulator import device as devices
@@ -20,7 +21,11 @@ from mori_triton.errors import ArgumentError, StateError, require
 from mori_triton.host import drivers
 from mori_triton.world import network as world_network
 from mori_triton.world.graph import WorldGraph
+from mori_triton.world.ledger import byte_ledger
 from mori_triton.world.run import Run, running
+
+if TYPE_CHECKING:
+    from mori_triton.emulator.ledger import ByteLedger
 
 DEFAULT_ARCH = "gfx1201"
 GPU_DEVICES = ("cuda", "hip")
@@ -161,6 +166,16 @@ class LocalWorld:
         from mori_triton.world.gpu import GpuRun
 
         return GpuRun(self, program, args)
+
+    def byte_ledger(self) -> contextlib.AbstractContextManager[ByteLedger]:
+        """Count what kernels access: `with world.byte_ledger() as ledger: world.run(program)`.
+
+        "cpu" only. The ledger counts loads, stores and atomics of every run in the block, by the PE whose kernel it is
+        and the PE that has allocated the memory; it may be read during and after it. See `emulator.ledger.ByteLedger`.
+
+        Raises: `ArgumentError` for a world on GPUs, `StateError` in a program.
+        """
+        return byte_ledger(self)
 
     # inside the program
 

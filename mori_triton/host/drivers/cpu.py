@@ -139,6 +139,10 @@ class CpuDriver:
             raise DriverError(f"free of {address:#x}: not an allocation of this driver")
         self._close_fd(mapping)
 
+    def allocations(self) -> list[tuple[int, int]]:
+        """(address, bytes) of all that is allocated now. From any thread."""
+        return [(mapping.address, mapping.num_bytes) for mapping in list(self._owned.values())]
+
     def export_handle(self, address: int) -> bytes:
         mapping = next((owned for owned in self._owned.values() if owned.contains(address, 1)), None)
         if mapping is None:
