@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +164,7 @@ def cross_compile(
     *,
     arch: str,
     library: Path | str | None = None,
+    divisible_by_16: Collection[str] = (),
     **options: Any,
 ) -> Any:
     """Compile a `@triton.jit` kernel for a GPU that need not be here, device library linked in, and check that it is.
@@ -174,6 +175,7 @@ def cross_compile(
         constants: argument name -> value of the constexpr arguments.
         arch: one of `TARGETS`.
         library: another bitcode file; None: the verified one.
+        divisible_by_16: arguments that are known to be so, as Triton finds out of most pointers when it launches.
         options: `num_warps`, ...
 
     Raises:
@@ -189,6 +191,7 @@ def cross_compile(
         fn=kernel,
         signature={**dict(signature), **dict.fromkeys(constants, "constexpr")},
         constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attrs={(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in divisible_by_16},
     )
     libs = {abi.LIBRARY: str(library)} if library is not None else get_extern_libs(target)
     compiled = triton.compile(

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import operator
 import struct
-from collections.abc import Sequence
-from typing import Any, NoReturn
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
 
 from mori_triton import bitcode
 from mori_triton.device.launch import NO_NETWORK, linked_provider, load, refuse_interpreter
@@ -151,6 +154,34 @@ def _hook(chain: Any) -> Any:
     return None if chain is None or getattr(chain, "calls", chain) == [] else chain
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What `prepare` was asked for under `recording`. Called as a `PreparedKernel` is, it launches nothing."""
+
+    kernel: Any
+    values: dict[str, Any]  # parameter name -> example or constant, in the kernel's order
+    options: dict[str, Any]  # `num_warps`, ...
+
+    def __call__(self, grid: tuple[int, ...], *args: Any, stream: int | None = None) -> None:
+        pass
+
+
+_thread = threading.local()
+
+
+@contextmanager
+def recording() -> Iterator[list[Asked]]:
+    """Let `prepare` compile and load nothing on this thread, and collect what it is asked for, in order.
+
+    For who looks at the code of an op's kernels for a GPU that is not here. Outputs of the op hold whatever they held.
+    """
+    before, _thread.asked = getattr(_thread, "asked", None), []
+    try:
+        yield _thread.asked
+    finally:
+        _thread.asked = before
+
+
 def prepare(kernel: Any, *example_args: Any, **named: Any) -> PreparedKernel:
     """Compile `kernel` for the current device, device library linked in, and load it. May wait for running kernels.
 
@@ -181,6 +212,11 @@ def prepare(kernel: Any, *example_args: Any, **named: Any) -> PreparedKernel:
                 f"{kernel.__name__}: {name}: want it in do_not_specialize of @triton.jit, for a prepared kernel serves "
                 f"every value; it would be specialised to {values[name]!r:.60}"
             )
+    asked = getattr(_thread, "asked", None)
+    if asked is not None:
+        options = {name: value for name, value in named.items() if name not in parameters}
+        asked.append(Asked(kernel, dict(values), options))
+        return cast(PreparedKernel, asked[-1])
     compiled, driver = load(kernel, *example_args, **named)
     constants = {name: values[name] for name, param in parameters.items() if param.is_constexpr}
     return PreparedKernel(compiled, driver, list(parameters), constants, linked_provider(compiled))

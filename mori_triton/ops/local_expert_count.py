@@ -98,7 +98,7 @@ def _launch(
     key = device, num_experts, programs == 1, num_warps
     kernels = _prepared.get(key)
     if kernels is None:
-        kernels = _prepared[key] = _prepare(num_experts, programs == 1, num_warps)
+        kernels = _prepared[key] = prepare_kernels(num_experts, programs == 1, num_warps)
     if kernels.clear is not None:
         kernels.clear((1,), out_counts, num_experts, stream=stream)
     first = config.rank * num_experts
@@ -106,7 +106,8 @@ def _launch(
     kernels.add((programs,), indices, total_recv, out_counts, k, first, num_experts, stream=stream)
 
 
-def _prepare(num_experts: int, alone: bool, num_warps: int) -> _Kernels:
+def prepare_kernels(num_experts: int, alone: bool, num_warps: int = _NUM_WARPS) -> _Kernels:
+    """The kernels for `num_experts` local experts and one program (`alone`) or several."""
     word = torch.empty(1, dtype=torch.int32)
     # one bin more than experts; fewer bins than threads of a wave are not faster
     bins = max(64, triton.next_power_of_2(num_experts + 1))

@@ -13,8 +13,9 @@ import triton.language as tl
 
 from mori_triton import emulator
 from mori_triton.device import launch as launching
+from mori_triton.device import prepared as prepared_module
 from mori_triton.device import shmem
-from mori_triton.device.prepared import PreparedKernel, prepare
+from mori_triton.device.prepared import PreparedKernel, prepare, recording
 from mori_triton.emulator import device as devices
 from mori_triton.errors import ArgumentError, BitcodeError, StateError
 from tests.device.pes import Pes
@@ -302,3 +303,27 @@ def test_what_a_gpus_launcher_is_called_with() -> None:
     with pytest.raises(ArgumentError, match="stub: x_ptr: want a tensor on the GPU, got one on the CPU"):
         prepared((1,), 0x1000, torch.zeros(3), None, 9)
     assert len(calls) == 2
+
+
+def test_recording_compiles_and_launches_nothing() -> None:
+    """On this thread, until it ends; what is asked for is checked as ever."""
+    with recording() as asked:
+        prepared = prepare(ids_kernel, torch.zeros(1), 1, num_warps=2)
+        prepared((1,), 0, 0)
+        with pytest.raises(ArgumentError, match="want it in do_not_specialize"):
+            prepare(special_kernel, torch.zeros(1), 1)
+        thread = threading.Thread(target=lambda: others.append(getattr(prepared_module._thread, "asked", None)))
+        others: list[object] = []
+        thread.start()
+        thread.join()
+    assert [(one.kernel, list(one.values), one.options) for one in asked] == [
+        (ids_kernel, ["out_ptr", "first"], {"num_warps": 2})
+    ]
+    assert others == [None]
+    active = emulator.activate("gfx1201")
+    try:
+        out = torch.zeros(1, dtype=torch.int64)
+        prepare(ids_kernel, out, 7)((1,), out, 7)
+    finally:
+        active.deactivate()
+    assert out.item() == 7
