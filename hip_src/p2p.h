@@ -259,6 +259,16 @@ MORI_BODY i32 atomic_nonfetch(Call call, u64 dst, T value, T compare, i32 op, i3
   return 0;
 }
 
+// The operand lies in memory, as 4 or 8 bytes.
+MORI_BODY i32 atomic_from(Call call, u64 dst, u64 value_address, u64 num_bytes, i32 op, i32 pe, i32 qp) {
+  // it may have been written by another thread of the program
+  program_barrier();
+  if (num_bytes == 4) return atomic_nonfetch<u32>(call, dst, *global<u32>(value_address), 0, op, pe, qp);
+  if (num_bytes == 8) return atomic_nonfetch<u64>(call, dst, *global<u64>(value_address), 0, op, pe, qp);
+  if (is_elected()) report_by_one(call, kRefused, pe, 0, dst, num_bytes, 0, 0);
+  return -1;
+}
+
 template <class T>
 MORI_BODY T atomic_fetch(Call call, u64 dst, T value, T compare, i32 op, i32 pe, i32 qp) {
   Logged logged(call, pe, sizeof(T));

@@ -150,6 +150,14 @@ CTX_WAIT(gt, kGt)
 CTX_WAIT(ge, kGe)
 CTX_WAIT(lt, kLt)
 CTX_WAIT(le, kLe)
+// words of other types; `compare` is one of Compare
+#define CTX_WAIT_OF(name, T)                                                                        \
+  MORI_EXPORT T CTX(wait_##name)(u64 ctx, u64 address, T value, i32 compare, i32 peer, i32 tag) { \
+    return wait<T>(CTX_CALL, address, (Compare)compare, value, peer, tag);                          \
+  }
+CTX_WAIT_OF(int32, i32)
+CTX_WAIT_OF(uint32, u32)
+CTX_WAIT_OF(uint64, u64)
 
 MORI_EXPORT i64 CTX(wait_all_ge)(u64 ctx, u64 address, i32 num, i64 value, i32 tag) {
   return wait_all_ge(CTX_CALL, address, num, value, tag);
@@ -184,10 +192,24 @@ CTX_COPY(thread, Scope::kThread)
 CTX_COPY(warp, Scope::kWarp)
 CTX_COPY(block, Scope::kBlock)
 
+MORI_EXPORT i32 CTX(put_small)(u64 ctx, u64 dst, u64 src, u64 num_bytes, i32 pe, i32 qp) {
+  return put_small(CTX_CALL, dst, src, num_bytes, pe, qp);
+}
+
+#define CTX_VALUE(name, T)                                                           \
+  MORI_EXPORT i32 CTX(put_value_##name)(u64 ctx, u64 dst, T value, i32 pe, i32 qp) { \
+    return put_value<T>(CTX_CALL, dst, value, pe, qp);                               \
+  }
+CTX_VALUE(uint8, u8)
+CTX_VALUE(uint16, u16)
+CTX_VALUE(uint32, u32)
+CTX_VALUE(uint64, u64)
+
+MORI_EXPORT i32 CTX(atomic_from)(u64 ctx, u64 dst, u64 value_address, u64 num_bytes, i32 op, i32 pe, i32 qp) {
+  return atomic_from(CTX_CALL, dst, value_address, num_bytes, op, pe, qp);
+}
+
 #define CTX_ATOMIC(name, T)                                                                              \
-  MORI_EXPORT i32 CTX(put_value_##name)(u64 ctx, u64 dst, T value, i32 pe, i32 qp) {                     \
-    return put_value<T>(CTX_CALL, dst, value, pe, qp);                                                   \
-  }                                                                                                      \
   MORI_EXPORT i32 CTX(atomic_##name)(u64 ctx, u64 dst, T value, T compare, i32 op, i32 pe, i32 qp) {     \
     return atomic_nonfetch<T>(CTX_CALL, dst, value, compare, op, pe, qp);                                \
   }                                                                                                      \
@@ -265,14 +287,8 @@ MORI_P(ulong, u64, u64)
 MORI_P(longlong, i64, u64)
 MORI_P(ulonglong, u64, u64)
 
-// the operand lies in memory, as 4 or 8 bytes
 MORI_EXPORT i32 MORI(atomic_size_nonfetch_thread)(u64 dst, u64 value_address, u64 num_bytes, i32 op, i32 pe, i32 qp) {
-  // it may have been written by another thread of the program
-  program_barrier();
-  if (num_bytes == 4) return atomic_nonfetch<u32>(MODULE_CALL, dst, *global<u32>(value_address), 0, op, pe, qp);
-  if (num_bytes == 8) return atomic_nonfetch<u64>(MODULE_CALL, dst, *global<u64>(value_address), 0, op, pe, qp);
-  if (is_elected()) report_by_one(MODULE_CALL, kRefused, pe, 0, dst, num_bytes, 0, 0);
-  return -1;
+  return atomic_from(MODULE_CALL, dst, value_address, num_bytes, op, pe, qp);
 }
 
 #define MORI_ATOMIC(name, T, Bits)                                                                        \

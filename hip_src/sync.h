@@ -153,7 +153,7 @@ template <class T>
 MORI_BODY T wait(Call call, u64 address, Compare compare, T value, i32 peer, i32 tag) {
   Logged logged(call, peer);
   T seen = 0;
-  bool bad = address == 0 || address % sizeof(T) != 0 || fixed(&call.ctx->n_pes) == 0;
+  bool bad = address == 0 || address % sizeof(T) != 0 || fixed(&call.ctx->n_pes) == 0 || (u32)compare - kEq > kLe - kEq;
   // the program meets before the wait, so that little is left to do after it
   program_barrier();
   if (is_elected()) {

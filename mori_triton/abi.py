@@ -216,6 +216,8 @@ def _ctx_functions() -> dict[str, Function]:
     add("signal_set_all", "uint64 uint64")
     for compare in ("eq", "ne", "gt", "ge", "lt", "le"):
         add(f"wait_{compare}", "uint64 int64 int32 int32", "int64")
+    for t in ("int32", "uint32", "uint64"):
+        add(f"wait_{t}", f"uint64 {t} int32 int32 int32", t)
     add("wait_all_ge", "uint64 int32 int64 int32", "int64")
     add("arrive_last", "uint64 int32")
     add("prefetch", "")
@@ -224,8 +226,11 @@ def _ctx_functions() -> dict[str, Function]:
         for name in ("put", "put_nbi", "get", "get_nbi"):
             add(f"{name}_{scope}", "uint64 uint64 uint64 int32 int32")
         add(f"put_signal_{scope}", "uint64 uint64 uint64 uint64 uint64 int32 int32 int32")
-    for t in ("uint32", "uint64"):
+    add("put_small", "uint64 uint64 uint64 int32 int32")
+    for t in ("uint8", "uint16", "uint32", "uint64"):
         add(f"put_value_{t}", f"uint64 {t} int32 int32")
+    add("atomic_from", "uint64 uint64 uint64 int32 int32 int32")
+    for t in ("uint32", "uint64"):
         add(f"atomic_{t}", f"uint64 {t} {t} int32 int32 int32")
         add(f"atomic_fetch_{t}", f"uint64 {t} {t} int32 int32 int32", t)
     return table

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from mori_triton import abi
 from mori_triton.device import externs
+from mori_triton.device.waits import EQ, GE, GT, LE, LT, NE, wait
 
 SIGNAL_SET = tl.constexpr(abi.SIGNAL_SET)
 SIGNAL_ADD = tl.constexpr(abi.SIGNAL_ADD)
@@ -104,40 +105,40 @@ def signal_set_all(ctx, sig_ptr, value):
 
 @triton.jit
 def wait_eq(ctx, sig_ptr, value, peer=-1, tag=0):
-    """Wait until my 64-bit word == `value`, acquire; the value seen (int64). `peer` and `tag` only name the wait in a
-    report.
+    """Wait until my word == `value`, acquire; the value seen, of the pointer's element type: int64, uint64, int32 or
+    uint32 (an address: int64). `peer` and `tag` only name the wait in a report.
     """
-    return externs.ctx_wait_eq(ctx, _word(sig_ptr), value, peer, tag)
+    return wait(ctx, sig_ptr, value, EQ, peer, tag)
 
 
 @triton.jit
 def wait_ne(ctx, sig_ptr, value, peer=-1, tag=0):
     """As `wait_eq`, until != `value`."""
-    return externs.ctx_wait_ne(ctx, _word(sig_ptr), value, peer, tag)
+    return wait(ctx, sig_ptr, value, NE, peer, tag)
 
 
 @triton.jit
 def wait_gt(ctx, sig_ptr, value, peer=-1, tag=0):
-    """As `wait_eq`, until > `value` (signed)."""
-    return externs.ctx_wait_gt(ctx, _word(sig_ptr), value, peer, tag)
+    """As `wait_eq`, until > `value`."""
+    return wait(ctx, sig_ptr, value, GT, peer, tag)
 
 
 @triton.jit
 def wait_ge(ctx, sig_ptr, value, peer=-1, tag=0):
-    """As `wait_eq`, until >= `value` (signed)."""
-    return externs.ctx_wait_ge(ctx, _word(sig_ptr), value, peer, tag)
+    """As `wait_eq`, until >= `value`."""
+    return wait(ctx, sig_ptr, value, GE, peer, tag)
 
 
 @triton.jit
 def wait_lt(ctx, sig_ptr, value, peer=-1, tag=0):
-    """As `wait_eq`, until < `value` (signed)."""
-    return externs.ctx_wait_lt(ctx, _word(sig_ptr), value, peer, tag)
+    """As `wait_eq`, until < `value`."""
+    return wait(ctx, sig_ptr, value, LT, peer, tag)
 
 
 @triton.jit
 def wait_le(ctx, sig_ptr, value, peer=-1, tag=0):
-    """As `wait_eq`, until <= `value` (signed)."""
-    return externs.ctx_wait_le(ctx, _word(sig_ptr), value, peer, tag)
+    """As `wait_eq`, until <= `value`."""
+    return wait(ctx, sig_ptr, value, LE, peer, tag)
 
 
 @triton.jit
@@ -185,6 +186,34 @@ def get(ctx, dst_ptr, src_ptr, num_bytes, pe, qp=0):
 def get_nbi(ctx, dst_ptr, src_ptr, num_bytes, pe, qp=0):
     """As `get`, but what comes through the network may be read only after `quiet`."""
     return externs.ctx_get_nbi_block(ctx, dst_ptr, src_ptr, num_bytes, pe, qp)
+
+
+@triton.jit
+def put_value(ctx, dst_ptr, value, pe, qp=0):
+    """Write one element of the pointer's type, 8 to 64 bits, in a single access; `dst_ptr` has to be aligned to it. 0,
+    or -1 if refused. Triton passes a Python float as fp32, so a float64 element gets the rounded one.
+    """
+    tl.static_assert(dst_ptr.dtype.is_ptr(), "put_value takes a pointer: its element type says how wide")
+    element: tl.constexpr = dst_ptr.dtype.element_ty
+    width: tl.constexpr = element.primitive_bitwidth
+    tl.static_assert(width >= 8, "values are 8, 16, 32 or 64 bits wide")
+    bits = tl.cast(value, element)
+    if width == 64:
+        return externs.ctx_put_value_uint64(ctx, dst_ptr, bits.to(tl.uint64, bitcast=True), pe, qp)
+    elif width == 32:
+        return externs.ctx_put_value_uint32(ctx, dst_ptr, bits.to(tl.uint32, bitcast=True), pe, qp)
+    elif width == 16:
+        return externs.ctx_put_value_uint16(ctx, dst_ptr, bits.to(tl.uint16, bitcast=True), pe, qp)
+    else:
+        return externs.ctx_put_value_uint8(ctx, dst_ptr, bits.to(tl.uint8, bitcast=True), pe, qp)
+
+
+@triton.jit
+def put_small(ctx, dst_ptr, src_ptr, num_bytes, pe, qp=0):
+    """As `put_nbi`, by one thread; 1, 2, 4 or 8 bytes travel in the request, so over a network `src_ptr` may be any
+    device memory.
+    """
+    return externs.ctx_put_small(ctx, dst_ptr, src_ptr, num_bytes, pe, qp)
 
 
 @triton.jit
@@ -254,6 +283,17 @@ def atomic_or(ctx, ptr, value, pe, qp=0):
 def atomic_xor(ctx, ptr, value, pe, qp=0):
     """Bitwise exclusive or."""
     return _atomic(ctx, ptr, value, 0, _XOR, pe, qp)
+
+
+@triton.jit
+def atomic_from(ctx, ptr, value_ptr, op, pe, qp=0):
+    """Operation `op` (`abi.ATOMIC_*`) on a 32- or 64-bit integer of `pe`, its operand read from local `value_ptr`, any
+    device memory. What compares, compares with 0.
+    """
+    tl.static_assert(ptr.dtype.is_ptr(), "atomics take a pointer: its element type says how wide")
+    width: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
+    tl.static_assert(width == 32 or width == 64, "atomics are 32 or 64 bits wide")  # noqa: PLR1714
+    return externs.ctx_atomic_from(ctx, ptr, value_ptr, width // 8, op, pe, qp)
 
 
 @triton.jit

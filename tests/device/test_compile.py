@@ -293,7 +293,17 @@ def narrow_kernel(ctx, counter_ptr):
 
 @triton.jit
 def narrow_signal_kernel(ctx, counter_ptr):
-    shmem.wait_ge(ctx, counter_ptr.to(tl.pointer_type(tl.int32)), 1)
+    shmem.signal_add(ctx, counter_ptr.to(tl.pointer_type(tl.int32)), 1, 0)
+
+
+@triton.jit
+def narrow_wait_kernel(ctx, counter_ptr):
+    shmem.wait_ge(ctx, counter_ptr.to(tl.pointer_type(tl.int16)), 1)
+
+
+@triton.jit
+def bit_kernel(ctx, counter_ptr):
+    shmem.put_value(ctx, counter_ptr.to(tl.pointer_type(tl.int1)), 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -303,6 +313,8 @@ def narrow_signal_kernel(ctx, counter_ptr):
         (float_kernel, "ctx_signal_add: argument 2: want an integer or a pointer, got fp32"),
         (narrow_kernel, "atomics are 32 or 64 bits wide"),
         (narrow_signal_kernel, "signals are 64-bit words"),
+        (narrow_wait_kernel, "waits look at words of 32 or 64 bits"),
+        (bit_kernel, "values are 8, 16, 32 or 64 bits wide"),
     ],
 )
 def test_m8_what_the_library_cannot_do_once_does_not_compile(kernel: Any, words: str) -> None:
