@@ -67,13 +67,14 @@ if [[ $parts == *b* ]]; then
     part "times" -m bench.multi_gpu.compare "${common[@]}" "${problem[@]}"
 fi
 if [[ $parts == *c* ]]; then
-    if [ ! -f bench/bench_rdna4_ep.py ]; then
-        printf '\n== no bench/bench_rdna4_ep.py here: its matrix is not run\n'
-    elif [ -z "$tiny" ] && { [ "$pes" = 2 ] || [ "$pes" = 4 ]; }; then
-        part "RDNA4's matrix" bench/bench_rdna4_ep.py --topks 8 --dtypes bf16 \
-            --hidden-sizes 2048,3072,4096,5120,7168,8192 --tokens 8,32,64,128,256,512,1024,4096,8192,16384 \
-            --experts 256 --weights on --warmup 10 --rounds 4 --samples 30 --seed 20261225 \
-            ${out:+--output "$out/rdna4-ep$pes.jsonl"}
+    matrix=(--hidden-sizes 2048,3072,4096,5120,7168,8192 --tokens 8,32,64,128,256,512,1024,4096,8192,16384
+        --topks 8 --dtypes bf16 --experts 256 --weights on --warmup 10 --rounds 4 --samples 30 --seed 20261225)
+    [ -z "$tiny" ] || matrix=(--hidden-sizes 64,128 --tokens 3 --topks 2 --experts 8 --warmup 1 --rounds 2 --samples 2)
+    if [ "$pes" = 2 ] || [ "$pes" = 4 ]; then
+        part "RDNA4's matrix" bench/bench_rdna4_ep.py --device "$device" "${matrix[@]}" \
+            ${out:+--output "$out/rdna4-ep$pes.jsonl"} ${commit:+--commit "$commit"}
+    else
+        printf '\n== the RDNA4 op is of 2 or 4 PEs, not %s: its matrix is not run\n' "$pes"
     fi
 fi
 

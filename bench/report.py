@@ -51,7 +51,7 @@ def _command() -> str:
     """As typed, the script's path from the repository's root; without where results go and what the commit is."""
     script = Path(sys.argv[0]).resolve()
     name = script.relative_to(ROOT).as_posix() if script.is_relative_to(ROOT) else script.name
-    words, left_out = iter(sys.argv[1:]), ("--out", "--commit")
+    words, left_out = iter(sys.argv[1:]), ("--out", "--output", "--commit")
     kept = []
     for word in words:
         if word in left_out:

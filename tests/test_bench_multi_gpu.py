@@ -46,8 +46,10 @@ def test_every_part_with_two_processes(device: str, tmp_path: Path) -> None:
         *(["graph", "graph of 5"] if device != "cpu" else []),
     }
     assert all(row["link_bytes"] > 0 for row in times)
-    assert len(list(tmp_path.glob("*.png"))) == 1
-    assert "its matrix is not run" in done.stdout
+    assert len(list(tmp_path.glob("*.png"))) == 2
+    (pair,) = [json.loads(line) for line in (tmp_path / "rdna4-ep2.jsonl").read_text().splitlines()][2:3]
+    assert (pair["kind"], pair["error"]) == ("pair", None)
+    assert pair["baseline"].endswith("all-gather + reduce-scatter")
 
 
 WRONG = """
