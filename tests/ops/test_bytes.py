@@ -1,0 +1,114 @@
+"""What dispatch and combine move between PEs, to the byte: a row once for each (token, destination PE), no local row."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+
+from bench.rdna4 import backends
+from bench.rdna4.traffic import DENSE, PHASES, CountedPair, count_pair, expected_rows, per_token
+from bench.report import Column, markdown
+from tests.ops import rdna4_checks as checks
+from tests.ops.rdna4_checks import Point
+
+pytestmark = pytest.mark.cpu
+
+TOKENS, SEED = 32, 1
+# a signal is one 64-bit store
+SIGNAL, ID, WEIGHT, SOURCE = 8, 4, 4, 4
+NOTHING = (0, 0, 0)
+
+
+@functools.cache
+def counted(kind: str, world_size: int) -> CountedPair:
+    return count_pair(Point(world_size, capacity=TOKENS), kind, seed=SEED)
+
+
+def pairs(count: CountedPair) -> list[tuple[int, int]]:
+    return list(itertools.permutations(range(count.point.world_size), 2))
+
+
+def remote_loads(count: CountedPair, phase: str) -> dict[tuple[int, int], int]:
+    return {pair: count.between(phase, *pair, "load").bytes for pair in pairs(count)}
+
+
+def check_dispatch_stores(count: CountedPair, metadata: int) -> None:
+    """Rows with so many bytes of metadata each, and a signal, from every PE to every other."""
+    for source, pe in pairs(count):
+        rows = count.rows[source][pe]
+        stored = count.between("dispatch", source, pe, "store").bytes
+        assert stored == rows * (count.row_bytes + metadata) + SIGNAL, (source, pe)
+        # rows given out by programs; a counter has 4 bytes, and a program adds once
+        assert count.between("dispatch", source, pe, "atomic").bytes <= 4 * TOKENS
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_intranode_moves_a_row_once_each_way(world_size: int) -> None:
+    count = counted("IntraNode", world_size)
+    ids = count.point.top_k * (ID + WEIGHT)
+    check_dispatch_stores(count, ids + SOURCE)
+    assert set(remote_loads(count, "dispatch").values()) == {0}
+    for source, pe in pairs(count):
+        # the source pulls its rows; each of the waves that sum weights loads them, four a program at most
+        pulled, rows = count.between("combine", source, pe, "load").bytes, count.rows[source][pe]
+        weights = rows * count.point.top_k * WEIGHT
+        assert rows * count.row_bytes + weights <= pulled <= rows * count.row_bytes + 4 * weights
+        # less than a row is left that could be payload
+        assert 4 * weights - weights < rows * count.row_bytes
+        assert count.between("combine", source, pe, "store") == (1, SIGNAL, 1)
+        assert count.between("combine", source, pe, "atomic") == NOTHING
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_dense_moves_every_row_to_every_pe_each_way(world_size: int) -> None:
+    count = counted(DENSE, world_size)
+    for phase, (source, pe) in itertools.product(PHASES, pairs(count)):
+        assert count.between(phase, source, pe, "store").bytes == TOKENS * count.row_bytes + SIGNAL
+        assert count.between(phase, source, pe, "load") == NOTHING
+        assert count.between(phase, source, pe, "atomic") == NOTHING
+
+
+def test_the_benchmark_counts_the_same_rows() -> None:
+    """`moved.links` of bench_rdna4_ep.py, which knows ids only, beside what kernels did."""
+    for kind, world_size in (("IntraNode", 2), ("IntraNode", 4), (DENSE, 2), (DENSE, 4)):
+        count = counted(kind, world_size)
+        point = count.point
+        everyone = [checks.draw(point, pe, SEED, TOKENS) for pe in range(world_size)]
+        moved = backends.moved_by_dense(point, "push") if kind == DENSE else backends.moved_by_op(point, everyone)
+        link = sum(count.phase(phase).link_bytes for phase in PHASES) * world_size
+        assert moved.links <= link <= 1.05 * moved.links
+
+
+def test_expected_rows() -> None:
+    # all PEs, no other PE, and 8 ids of 4 experts on each of 2 PEs: both are hit
+    assert expected_rows(4, 256, 256) == 3
+    assert expected_rows(1, 8, 256) == 0
+    assert expected_rows(2, 8, 8) == 1
+    # one id: PEs other than mine have (n - 1) / n of the experts
+    assert expected_rows(4, 1, 256) == pytest.approx(0.75)
+    counts = [counted("IntraNode", world_size) for world_size in (2, 4)]
+    for count in counts:
+        rows = count.remote_rows / (TOKENS * count.point.world_size)
+        most = count.point.world_size - 1
+        # a token goes to each other PE with probability p: 4 standard deviations of the mean, PEs taken as independent
+        p = expected_rows(count.point.world_size, 8, 256) / most
+        assert abs(rows / most - p) <= 4 * (p * (1 - p) / (TOKENS * count.point.world_size * most)) ** 0.5
+
+
+def test_table() -> None:
+    """Bytes and messages of a token, the protocols beside the dense baseline; `pytest -rP` shows it."""
+    kinds = ("IntraNode", DENSE)
+    rows = [
+        {"EP": world_size, "what": kind, **per_token(counted(kind, world_size))}
+        for world_size in (2, 4)
+        for kind in kinds
+    ]
+    names = [name for name in rows[0] if name not in ("EP", "what")]
+    print(markdown(rows, [Column("EP"), Column("what"), *(Column(name, None, ".2f") for name in names)]))
+    by = {(row["EP"], row["what"]): row for row in rows}
+    for world_size in (2, 4):
+        assert by[world_size, DENSE]["dispatch bytes"] == (world_size - 1) * (2 * 2048 + SIGNAL / TOKENS)
+    # fewer rows than the baseline outweigh ids and weights where tokens miss PEs
+    assert by[4, "IntraNode"]["dispatch bytes"] < by[4, DENSE]["dispatch bytes"]
