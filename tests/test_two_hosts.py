@@ -74,6 +74,12 @@ class Host:
         self.process.kill()
         self.process.wait()
 
+    def end(self, timeout_s: float) -> tuple[int, list[str]]:
+        """The exit status, and all that was printed."""
+        status = self.process.wait(timeout_s)
+        self._thread.join()
+        return status, self.lines
+
 
 @pytest.fixture
 def start(two_hosts: list[str]):  # noqa: F811
@@ -86,6 +92,17 @@ def start(two_hosts: list[str]):  # noqa: F811
     yield start
     for host in hosts:
         host.kill()
+
+
+def test_the_example_as_it_is(start) -> None:
+    hosts = start("examples/03_allreduce.py")
+    for mine, host in zip(((0, 1), (2, 3)), hosts, strict=True):
+        # what torchrun says is that of its PEs: 1 if one of them has a wrong sum or has failed
+        status, lines = host.end(300)
+        assert status == 0, lines
+        assert sorted(line for line in lines if line.startswith("PE ")) == [
+            f"PE {pe} of 4: the sum is exact" for pe in mine
+        ]
 
 
 def test_an_all_reduce_is_exact_and_cutting_the_link_names_the_peers(start, two_hosts: list[str]) -> None:  # noqa: F811
