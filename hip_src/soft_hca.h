@@ -76,7 +76,10 @@ struct Message {
   u64 value, compare, old;
   u8 data[32];       // inline
   u64 left, stride;  // pieces that are not at their place (a bit each), and their size; stride 0: none has moved yet
+  bool placed;       // nothing of it is left, though an earlier one may not be at its place
 
+  // what later writes may overtake
+  bool has_answer() const { return kind == kRead || is_atomic(); }
   bool is_atomic() const { return kind == kFetchAdd || kind == kCompareSwap; }
   void refuse(Fault fault, const char* what, u64 want, u64 got) {
     if (refusal.fault == kNone) refusal = {fault, what, want, got};
@@ -93,7 +96,7 @@ struct QueuePair {
   u32 peer, peer_slot;  // the other end's number (0: not connected) and place
   u64 sq, cq, record, doorbell, cq_doorbell, psn_table;
   Dma dma;
-  // where it is: retired <= placed <= fetched <= producer, all of them counts of requests
+  // where it is: retired <= placed <= fetched <= producer, all of them counts of requests; behind `placed` comes one that is not
   u64 seen;  // the doorbell's value that was taken last
   u64 producer, fetched, placed, retired;
   u64 moved;      // bytes

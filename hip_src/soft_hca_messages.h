@@ -82,6 +82,9 @@ inline bool holds(const Region* r, u64 address, u64 bytes) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------- messages
+// late mode: a write that may overtake what waits for an answer does, but for one time in so many
+constexpr u32 kOvertakeIn = 4;
+
 struct Ends {
   const Region *local, *remote;
 };
@@ -147,9 +150,35 @@ inline void record(Hca* h, const QueuePair* q, u64 index, const Refusal& r) {
   ++h->num_violations;
 }
 
-// Move one piece of the oldest message that is not at its place, or all of it. Order on a queue pair: no later message has begun.
+// Past all messages that are at their places. What has overtaken one that fails is flushed as what is behind it.
+inline void advance_placed(QueuePair* q) {
+  for (; q->placed < q->fetched && q->message(q->placed)->placed; ++q->placed)
+    if (q->broken) q->message(q->placed)->refuse(kFlush, "", 0, 0);
+}
+
+inline bool is_good(Hca* h, QueuePair* q, const Message* m) {
+  Message copy = *m;
+  check_memory(h, q, &copy);
+  return copy.refusal.fault == kNone;
+}
+
+// The message that moves next: the oldest one that is not at its place, or, if that one and all behind it wait for an answer, the
+// first write that has no such order to keep. Nothing overtakes what will fail.
+inline Message* choose_message(Hca* h, QueuePair* q, Dice* dice) {
+  Message* oldest = q->message(q->placed);
+  for (u64 i = q->placed; i < q->fetched && !q->broken; ++i) {
+    Message* m = q->message(i);
+    if (m->placed) continue;
+    if (!is_good(h, q, m)) break;
+    if (m->has_answer()) continue;
+    return m != oldest && dice->below(kOvertakeIn) != 0 ? m : oldest;
+  }
+  return oldest;
+}
+
+// Move one piece of a message, or all of it. No later message has begun, but for a write behind reads and atomics.
 inline void place(Hca* h, QueuePair* q, Dice* dice, bool all) {
-  Message* m = q->message(q->placed);
+  Message* m = all ? q->message(q->placed) : choose_message(h, q, dice);
   bool atomic = m->is_atomic();
   if (q->broken) m->refusal = {kFlush, "", 0, 0};
   Ends ends{};
@@ -157,8 +186,8 @@ inline void place(Hca* h, QueuePair* q, Dice* dice, bool all) {
   if (m->refusal.fault != kNone) {
     if (!q->broken) record(h, q, m->index, m->refusal);
     q->broken = true;
-    ++q->placed;
-    return;
+    m->placed = true;
+    return advance_placed(q);
   }
   if (m->stride == 0) {
     u64 target = m->kind == kRead ? m->local : m->remote;
@@ -182,7 +211,8 @@ inline void place(Hca* h, QueuePair* q, Dice* dice, bool all) {
   } while (all && m->left);
   if (m->left == 0) {
     q->moved += m->bytes;
-    ++q->placed;
+    m->placed = true;
+    advance_placed(q);
   }
 }
 
