@@ -186,6 +186,7 @@ VARIABLES = (
         "MORI_EP_LAUNCH_CONFIG_MODE", "MANUAL", _choice("manual", "auto"), "source of launch shapes", "ep_launch_mode"
     ),
     Variable("MORI_EP_TUNING_CONFIG", None, _word, "tuning table, or directory of them, for AUTO", "ep_tuning_config"),
+    Variable("MORI_RDNA4_EP", "0", _flag, "dispatch and combine made for RDNA4, on gfx1201", "rdna4_ep"),
     Variable("MORI_SHMEM_BC", None, _word, "device bitcode file to use instead of the packaged one"),
     Variable("MORI_TRITON_CACHE_DIR", None, _word, "directory of compiled objects"),
     Variable("XDG_CACHE_HOME", None, lambda text, name: text, "user's cache directory, holds `mori_triton/`"),
@@ -228,6 +229,7 @@ class Settings:
     ibverbs_lib: str | None
     ep_launch_mode: str
     ep_tuning_config: str | None
+    rdna4_ep: bool
 
 
 def snapshot(environ: Mapping[str, str] | None = None) -> Settings:

@@ -105,6 +105,8 @@ class EpCall:
             return Given(name, self.routing.disp_dest_tok_id_map)
         if name == "total":
             return Given(name, self.routing.total_recv_token_num)
+        if name == "sources":
+            return Given(name, self.routing.disp_tok_id_to_src_tok_id_local)
         return None
 
 
@@ -152,7 +154,12 @@ class CombineCall(EpCall):
     rows: torch.Tensor  # [>= total_recv, h] of one call; shapes, types and alignment count
     weights: torch.Tensor | None  # float32 [>= total_recv, k], likewise
     num_tokens: int  # rows given to dispatch
-    in_place: bool  # whether `rows` are in the registered buffer already
+    region: str | None  # the buffer of the op that `rows` begin in; None: they are elsewhere
+
+    @property
+    def in_place(self) -> bool:
+        """Whether `rows` are in the registered buffer already."""
+        return self.region == "combine_in"
 
     @property
     def hidden(self) -> int:
@@ -169,9 +176,13 @@ class CombineCall(EpCall):
         return self.view("combine_out", most, self.hidden, dtype=self.rows.dtype)
 
     def given(self, name: str) -> Given | None:
-        """The argument "rows" (bytes), "weights", "forward" or "total" of each call; None if absent."""
+        """The argument "rows" (bytes, or as "elements"), "weights", "forward", "total" or "sources" of each call; None
+        if absent.
+        """
         if name == "rows":
             return Given(name, as_bytes(self.rows))
+        if name == "elements":
+            return Given("rows", self.rows)
         if name == "weights":
             return None if self.weights is None else Given(name, self.weights)
         return self._routed(name)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from mori_triton.errors import require
+from mori_triton.ops import rdna4_limits
 from mori_triton.ops.formats import QUANT_TYPES
 
 # what dispatch carries and combine sums: MORI's types and float16. Two float4_e2m1fn_x2, which torch has from 2.8 on,
@@ -28,7 +29,10 @@ _INT32_MAX = 2**31 - 1
 
 
 class EpDispatchCombineKernelType(enum.IntEnum):
-    """How tokens travel; MORI's values. `SUPPORTED_KERNEL_TYPES` lists those that work."""
+    """How tokens travel; MORI's values, and one more for what MORI chooses by an environment variable.
+
+    `SUPPORTED_KERNEL_TYPES` lists those that work.
+    """
 
     IntraNode = 0
     InterNode = 1
@@ -36,9 +40,14 @@ class EpDispatchCombineKernelType(enum.IntEnum):
     InterNodeV1LL = 3
     AsyncLL = 4
     IntraNodeLL = 5
+    IntraNodeRDNA4 = 6
 
 
-SUPPORTED_KERNEL_TYPES = (EpDispatchCombineKernelType.IntraNode, EpDispatchCombineKernelType.IntraNodeLL)
+SUPPORTED_KERNEL_TYPES = (
+    EpDispatchCombineKernelType.IntraNode,
+    EpDispatchCombineKernelType.IntraNodeLL,
+    EpDispatchCombineKernelType.IntraNodeRDNA4,
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,9 @@ class EpDispatchCombineConfig:
         max_total_recv_tokens: 0, or a wish for smaller receive buffers: `R = world_size * min(ceil(this / world_size),
             M)`. Tokens beyond `R` are dropped, and the receiver raises `ReceiveOverflow`.
         use_external_inp_buf: False: combine's input is always the registered buffer.
-        kernel_type: `IntraNode`, or `IntraNodeLL`, whose dispatch is one launch, for few tokens. Results are the same.
+        kernel_type: `IntraNode`; `IntraNodeLL`, whose dispatch is one launch, for few tokens; or `IntraNodeRDNA4`, for
+            2 or 4 PEs behind PCIe, which takes no scales, codecs or other dtypes (docs/rdna4_ep.md). Results are the
+            same.
         gpu_per_node, rdma_block_num, num_qp_per_pe: of the kernel types that cross nodes; these two do not use them.
         quant_type: how combine sends rows: "none", or one of `QUANT_TYPES` for bfloat16 rows outside the registered
             buffer.
@@ -133,6 +144,14 @@ class EpDispatchCombineConfig:
         require(
             self.num_experts <= _INT32_MAX, "world_size * num_experts_per_rank", f"<= {_INT32_MAX}", self.num_experts
         )
+        if self.kernel_type is EpDispatchCombineKernelType.IntraNodeRDNA4:
+            rdna4_limits.check_limits(self)
+
+    @property
+    def payload_dtypes(self) -> tuple[torch.dtype, ...]:
+        """What a call's payload may be."""
+        is_rdna4 = self.kernel_type is EpDispatchCombineKernelType.IntraNodeRDNA4
+        return rdna4_limits.DTYPES if is_rdna4 else PAYLOAD_DTYPES
 
     @property
     def num_experts(self) -> int:

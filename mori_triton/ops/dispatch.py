@@ -16,7 +16,6 @@ from mori_triton.errors import check_tensor, require
 from mori_triton.ops import deterministic, dispatch_ll
 from mori_triton.ops.calls import DispatchCall, DispatchInput, piece_grid, row_alignment
 from mori_triton.ops.config import (
-    PAYLOAD_DTYPES,
     EpDispatchCombineConfig,
     EpDispatchCombineKernelType,
     expert_owner,
@@ -36,7 +35,7 @@ def check_payload(
     device: torch.device,
 ) -> None:
     """`[rows, h]` of a supported dtype, `h <= hidden_dim`, elements of at most `max_token_type_size` bytes."""
-    check_tensor(name, tensor, PAYLOAD_DTYPES, (None, None), device)
+    check_tensor(name, tensor, config.payload_dtypes, (None, None), device)
     h = tensor.shape[1]
     require(1 <= h <= config.hidden_dim, f"{name}.shape[1]", f"in [1, hidden_dim = {config.hidden_dim}]", h)
     wide = config.max_token_type_size

@@ -12,8 +12,8 @@ import torch
 
 from mori_triton.errors import StateError, require
 from mori_triton.ops.calls import CombineCall, DispatchCall
-from mori_triton.ops.combine import check_combine, check_contents, plan_combine, recv_step
-from mori_triton.ops.dispatch import check_dispatch, is_absent, plan_dispatch, recv_steps
+from mori_triton.ops.combine import check_combine, check_contents
+from mori_triton.ops.dispatch import check_dispatch, is_absent
 from mori_triton.ops.local_expert_count import local_expert_count
 from mori_triton.ops.op_base import EpOpBase
 from mori_triton.ops.plans import Plan, plan_key
@@ -203,7 +203,8 @@ class EpDispatchCombineOp(EpOpBase):
             out_scales,
             call.view("recv_indices", rows, k, dtype=torch.int32),
         )
-        return self._keep(key, Plan(plan_dispatch(call), result, None if wait else Plan(recv_steps(call))))
+        rest = None if wait else Plan(self._pipeline.dispatch_rest(call))
+        return self._keep(key, Plan(self._pipeline.dispatch(call), result, rest))
 
     def _arrived(self, kind: str, count_experts: bool = False) -> None:
         """The launches of a call are through, or on a GPU on their way."""
@@ -315,27 +316,31 @@ class EpDispatchCombineOp(EpOpBase):
         if where is None:
             raise StateError(f"{what}: no dispatch came before, and no routing is given")
         n = self._num_tokens if routing is None else routing.cur_rank_num_token
-        registered = self._address + self._combine_in_offset
-        in_place = isinstance(input, torch.Tensor) and input.data_ptr() == registered and input.numel() > 0
+        region = None
+        if isinstance(input, torch.Tensor) and input.numel() > 0:
+            region = self._buffers.region_of(input.data_ptr())
+        in_place = region == "combine_in"
         key = (
-            what, launch, use_external_inp_buf, in_place, n, plan_key(input), plan_key(weights), plan_key(indices)
+            what, launch, use_external_inp_buf, region, n, plan_key(input), plan_key(weights), plan_key(indices)
         )  # fmt: skip
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plan_combine(
-                key, what == "combine", in_place, n, use_external_inp_buf, launch, input, weights, indices
+                key, what == "combine", region, n, use_external_inp_buf, launch, input, weights, indices
             )
         given = {"rows": self._argument(input), "weights": self._argument(weights)}
-        if not in_place and self._buffers.region_of(input.data_ptr()) == "combine_in" and input.numel() > 0:
+        if in_place and input.data_ptr() != self._buffers.address("combine_in"):
             require(False, "input", "the registered buffer from its start, or other memory", "a part from within it")
         if self._on_host:
             total = int(where.total_recv_token_num[0])
             dispatched = self._dispatched if routing is None else routing.indices
             check_contents(input, None if is_absent(weights, 0) else weights, indices, dispatched, total)
-        if in_place and self._last == "combine" and self._knows_last(capturing):
+        is_read = in_place and self._pipeline.peers_read_input
+        if is_read and self._last == "combine" and self._knows_last(capturing):
             raise StateError(f"{what}: peers may still read the registered buffer: a combine came last, not a dispatch")
         given["forward"] = self._argument(where.disp_dest_tok_id_map)
         given["total"] = self._argument(where.total_recv_token_num)
+        given["sources"] = self._argument(where.disp_tok_id_to_src_tok_id_local)
         self._run("combine", plan, given, capturing)
         if plan.rest is not None:
             self._pending = "combine", plan.rest, {"forward": given["forward"]}
@@ -345,7 +350,7 @@ class EpDispatchCombineOp(EpOpBase):
         self,
         key: Any,
         wait: bool,
-        in_place: bool,
+        region: str | None,
         num_tokens: int,
         use_external_inp_buf: int,
         launch: tuple[int, int],
@@ -361,16 +366,17 @@ class EpDispatchCombineOp(EpOpBase):
         check_combine(config, self.device, rows, weights, indices, num_tokens=num_tokens)
         external = config.use_external_inp_buf if use_external_inp_buf == -1 else use_external_inp_buf
         want = "the buffer of get_registered_combine_input_buffer, as use_external_inp_buf is off"
+        in_place = region == "combine_in"
         require(bool(external) or in_place or rows.numel() == 0, "input", want, f"a tensor at {rows.data_ptr():#x}")
         shape = self._shape("combine", num_tokens, rows.shape[1], rows.dtype, *launch, zero_copy=in_place)
         call = CombineCall(
             config, self._buffers, self._state.heap.ctx, self._own_routing, shape, wait, self._step,
-            rows=rows, weights=weights, num_tokens=num_tokens, in_place=in_place,
+            rows=rows, weights=weights, num_tokens=num_tokens, region=region,
         )  # fmt: skip
-        send, reduce = plan_combine(call)
+        send, reduce = self._pipeline.combine(call)
         if wait:
             return self._keep(key, Plan([*send, *reduce], call.result()))
-        return self._keep(key, Plan(send, call.result(), Plan([recv_step(call), *reduce])))
+        return self._keep(key, Plan(send, call.result(), Plan([self._pipeline.combine_rest(call), *reduce])))
 
     # -- inside ----------------------------------------------------------------------------------------------
 
@@ -383,10 +389,9 @@ class EpDispatchCombineOp(EpOpBase):
         if tensor is None:
             return None
         address = tensor.data_ptr()
-        if self._address <= address < self._address + self._layout.num_bytes and tensor.numel() > 0:
-            region = self._buffers.region_of(address) or ""
-            want = "memory that peers do not write meanwhile"
-            require(not region.startswith("recv_"), name, want, f"dispatch's own output ({region})")
+        region = self._buffers.region_of(address)
+        if region is not None and region.startswith("recv_") and tensor.numel() > 0:
+            require(False, name, "memory that peers do not write meanwhile", f"dispatch's own output ({region})")
         return tensor if self._on_host else address
 
     def _receive(self, kind: str) -> None:

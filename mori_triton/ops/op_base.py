@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import struct
 from types import TracebackType
 from typing import Any
 
@@ -13,12 +14,15 @@ import torch
 from mori_triton.errors import ArgumentError, HeapError, StateError, require
 from mori_triton.host import context
 from mori_triton.host import state as host_state
+from mori_triton.host.drivers.base import MemoryKind
+from mori_triton.host.shared_memory import SharedMemory
 from mori_triton.ops.buffers import CLEARED, EpBuffers, ep_buffer_layout
-from mori_triton.ops.config import PAYLOAD_DTYPES, EpDispatchCombineConfig
+from mori_triton.ops.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from mori_triton.ops.kernels.finish import COMBINED, DISPATCHED, LAST, STATUS, sync_kernel
+from mori_triton.ops.pipelines import pipeline_of
 from mori_triton.ops.plans import Plan, Step, StepMaker
 from mori_triton.ops.routing import EpDispatchRoutingHandle
-from mori_triton.ops.tuning import EpLaunchConfig, launch_config, tables_for
+from mori_triton.ops.tuning import EpLaunchConfig, device_names, launch_config, tables_for
 from mori_triton.wait_sites import register_wait_site
 
 SYNC_TAG = register_wait_site("EpDispatchCombineOp: meeting between two calls of a kind (sync_kernel)")
@@ -47,7 +51,10 @@ class EpOpBase:
             config.world_size,
         )
         require(config.rank == state.pe, "config.rank", f"{state.pe}, this PE", config.rank)
+        self.device = state.heap.ctx.device
+        config = self._chosen(config, state)
         self.config, self._state = config, state
+        self._pipeline = pipeline_of(config)
         self._check_same_config()
         far = [pe for pe in range(config.world_size) if not state.heap.reaches(pe)]
         require(
@@ -56,7 +63,6 @@ class EpOpBase:
             "one that crosses nodes",
             f"{config.kernel_type.name}, but PEs {far} are not reachable by load/store",
         )
-        self.device = state.heap.ctx.device
         # before anything is allocated: a table may be malformed
         self._tables = tables_for(state, self.device, config.kernel_type.name)
         self._layout = ep_buffer_layout(config)
@@ -67,8 +73,9 @@ class EpOpBase:
             raise HeapError(
                 f"EpDispatchCombineOp needs {need} bytes of every PE's symmetric heap for {config}: {error}"
             ) from error
-        self._buffers = EpBuffers(self._layout, self._address, state.driver)
-        self._combine_in_offset = self._layout["combine_in"].offset
+        self._payload = self._share_payload()
+        payload_base = 0 if self._payload is None else self._payload.base
+        self._buffers = EpBuffers(self._layout, self._address, state.driver, payload_base)
         self._on_host = self.device.type == "cpu"
         self._step = StepMaker()
         self._plans: dict[Any, Plan] = {}
@@ -89,6 +96,34 @@ class EpOpBase:
         self._clear()
         state.bootstrap.barrier("EpDispatchCombineOp: buffers are clear")
         self._phase = Phase.READY
+
+    def _chosen(self, config: EpDispatchCombineConfig, state: host_state.PeState) -> EpDispatchCombineConfig:
+        """The config, with the kernel type that the environment asks for on this device."""
+        if not state.settings.rdna4_ep or config.kernel_type is not EpDispatchCombineKernelType.IntraNode:
+            return config
+        arch, _ = device_names(self.device, state.settings.arch)
+        if arch != "gfx1201":
+            return config
+        try:
+            return dataclasses.replace(config, kernel_type=EpDispatchCombineKernelType.IntraNodeRDNA4)
+        except ArgumentError as error:
+            what = "MORI_RDNA4_EP=1 asks for the RDNA4 pipelines, unset it for others"
+            raise ArgumentError(f"{what}: {error}") from error
+
+    def _share_payload(self) -> SharedMemory | None:
+        """The payload memory, if the layout has any. Collective; tells the kernels where it is on each PE."""
+        num_bytes = self._layout.payload_bytes
+        if num_bytes == 0:
+            return None
+        try:
+            memory = self._state.share(num_bytes, MemoryKind.CACHED, "EpDispatchCombineOp payload")
+        except HeapError:
+            self._state.heap.free(self._address)
+            raise
+        bases = self._layout["payload_bases"]
+        packed = struct.pack(f"<{len(memory.bases)}Q", *memory.bases)
+        self._state.driver.write(self._address + bases.offset, packed)
+        return memory
 
     def _forget(self) -> None:
         """No round is in progress, and none was."""
@@ -278,13 +313,14 @@ class EpOpBase:
         return flat_idx // most, flat_idx % most
 
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
-        """`[R, hidden_dim]` of the buffer that peers read in combine: rows written here need no copy. -1: full width.
+        """`[R, hidden_dim]` of the buffer that combine takes as it is: rows written here need no copy. -1: full width.
 
         Write it between dispatch (in halves: `dispatch_recv`) and combine only; at other times peers may be reading it.
         """
         self._check_usable()
         h = self.config.hidden_dim if hidden_dim == -1 else hidden_dim
-        require(dtype in PAYLOAD_DTYPES, "dtype", " or ".join(map(str, PAYLOAD_DTYPES)), dtype)
+        dtypes = self.config.payload_dtypes
+        require(dtype in dtypes, "dtype", " or ".join(map(str, dtypes)), dtype)
         require(1 <= h <= self.config.hidden_dim, "hidden_dim", f"in [1, {self.config.hidden_dim}] or -1", h)
         wide = self.config.max_token_type_size
         require(dtype.itemsize <= wide, "dtype", f"at most max_token_type_size = {wide} bytes", dtype)
@@ -317,9 +353,13 @@ class EpOpBase:
         if self._state.heap.closed:
             return
         self._state.driver.synchronize()
+        if self._payload is not None:
+            self._payload.disconnect()
         # a peer may still be reading rows from here
         self._state.bootstrap.barrier("EpDispatchCombineOp.close")
         self._state.heap.free(self._address)
+        if self._payload is not None:
+            self._state.unshare(self._payload)
 
     def __enter__(self) -> Any:
         return self
@@ -353,5 +393,5 @@ class EpOpBase:
     def _clear(self) -> None:
         for region in self._layout.regions:
             if region.name in CLEARED:
-                self._state.driver.memset(self._address + region.offset, 0, region.num_bytes)
+                self._state.driver.memset(self._buffers.address(region.name), 0, region.num_bytes)
         self._state.driver.synchronize()

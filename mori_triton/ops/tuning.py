@@ -26,13 +26,14 @@ class EpLaunchConfig:
     """Launch shape of one half (dispatch or combine) of a round. Every number but `*_programs` is a power of two.
 
     The *moving* kernel is dispatch's `copy` (all of `IntraNodeLL`'s dispatch) and combine's `reduce`; the *staging*
-    kernel is combine's `copy`, which brings an external input to where peers read it.
+    kernel is combine's `copy`, which brings an external input to where peers read it. Of `IntraNodeRDNA4`: `dispatch`
+    and `sum`; `pull` and `push`.
     """
 
     num_programs: int  # the most programs of the moving kernel, from 1; NO_LIMIT: one for each piece
     piece_bytes: int  # bytes of a row that one of its programs moves at a time
     num_warps: int  # of its programs
-    route_tokens: int  # tokens of one program of `route`, or of `IntraNodeLL`'s dispatch
+    route_tokens: int  # tokens of one program of `route`, or of a dispatch that is one launch
     route_warps: int  # as num_warps, of `route`
     stage_programs: int  # as num_programs, of the staging kernel
     stage_piece_bytes: int  # as piece_bytes
@@ -57,6 +58,15 @@ _FEW_TOKENS = 512
 # a token a program, its whole row in registers, few enough that many programs are resident: latencies overlap
 _GPU_LL = replace(_GPU_DISPATCH, num_programs=1024, piece_bytes=16384, num_warps=4, route_tokens=1)
 _EMULATED_LL = replace(_EMULATED, route_tokens=2)
+# IntraNodeRDNA4. Few tokens: few programs dispatch, and combine has one for each tile of 512 elements of two bytes, of
+# 1024 where rows are long. More: whole tokens, in steps of these sizes
+_EMULATED_RDNA4 = replace(_EMULATED, route_tokens=4)
+_GPU_RDNA4 = EpLaunchConfig(
+    num_programs=NO_LIMIT, piece_bytes=4096, num_warps=4, route_tokens=4, route_warps=4,
+    stage_programs=2048, stage_piece_bytes=4096, stage_warps=4,
+)  # fmt: skip
+RDNA4_FEW_TOKENS = 256
+_RDNA4_FEW_PROGRAMS, _RDNA4_LONG_ROW = 64, 8192
 
 
 def launch_config(
@@ -97,8 +107,7 @@ def launch_config(
     is_count = isinstance(block_num, Integral) and (block_num == -1 or block_num >= 1)
     require(is_count, "block_num", "-1 or >= 1", block_num)
     require(warp_per_block in (-1, 1, 2, 4, 8, 16), "warp_per_block", "-1, 1, 2, 4, 8 or 16", warp_per_block)
-    is_ll = kernel_type == "IntraNodeLL" and phase == "dispatch"
-    shape = _built_in(device_type, phase, num_tokens, is_ll)
+    shape = _built_in(device_type, phase, num_tokens, row_bytes, kernel_type)
     if tables is not None:
         table = tables.dispatch if phase == "dispatch" else tables.combine
         is_combine = phase == "combine"
@@ -115,13 +124,28 @@ def launch_config(
     return shape
 
 
-def _built_in(device_type: str, phase: str, num_tokens: int, is_ll: bool) -> EpLaunchConfig:
+def _built_in(device_type: str, phase: str, num_tokens: int, row_bytes: int, kernel_type: str) -> EpLaunchConfig:
+    if kernel_type == "IntraNodeRDNA4":
+        return _built_in_rdna4(device_type, phase, num_tokens, row_bytes)
+    is_ll = kernel_type == "IntraNodeLL" and phase == "dispatch"
     if device_type == "cpu":
         return _EMULATED_LL if is_ll else _EMULATED
     if is_ll:
         return _GPU_LL
     shape = _GPU_DISPATCH if phase == "dispatch" else _GPU_COMBINE
     return replace(shape, **_GPU_FEW) if num_tokens <= _FEW_TOKENS else shape
+
+
+def _built_in_rdna4(device_type: str, phase: str, num_tokens: int, row_bytes: int) -> EpLaunchConfig:
+    shape = _EMULATED_RDNA4 if device_type == "cpu" else _GPU_RDNA4
+    if num_tokens > RDNA4_FEW_TOKENS:
+        return shape
+    if phase == "dispatch":
+        return replace(shape, num_programs=min(shape.num_programs, _RDNA4_FEW_PROGRAMS))
+    tile = 2048 if row_bytes >= _RDNA4_LONG_ROW else 1024
+    # 16 bytes a thread, on waves of 64 too
+    warps = tile // 1024
+    return replace(shape, piece_bytes=tile, num_warps=warps, stage_piece_bytes=tile, stage_warps=warps)
 
 
 def shape_of_rule(shape: EpLaunchConfig, rule: TuningRule) -> EpLaunchConfig:

@@ -162,8 +162,12 @@ def to_scales(case: Case, stored: np.ndarray | None) -> torch.Tensor | None:
 
 
 def poison(op: ops.EpDispatchCombineOp, *names: str) -> None:
-    """Fill buffers with NaNs (all bits set), or the sentinel where they hold integers."""
-    for name in names or ("recv_tokens", "recv_weights", "recv_scales", "combine_in", "combine_in_weights", *_INTEGERS):
+    """Fill buffers with NaNs (all bits set), or the sentinel where they hold integers.
+
+    Without names: all that a round writes before it is read, of those that the op's kernel type has.
+    """
+    here = {region.name for region in op._layout.regions}
+    for name in names or [name for name in _ROUND if name in here]:
         region = op._layout[name]
         if name in _INTEGERS:
             op._buffers.view(name, torch.int32, region.num_bytes // 4).fill_(SENTINEL)
@@ -171,7 +175,11 @@ def poison(op: ops.EpDispatchCombineOp, *names: str) -> None:
             op._buffers.view(name, torch.uint8, region.num_bytes).fill_(255)
 
 
-_INTEGERS = ("recv_indices", "recv_sources", "forward")
+_INTEGERS = ("recv_indices", "recv_sources", "forward", "staged_indices")
+_ROUND = (
+    *("recv_tokens", "recv_weights", "recv_scales", "combine_in", "combine_in_weights"),
+    *("staged_weights", "staging", "staging_weights", *_INTEGERS),
+)
 
 
 def is_poison(array: np.ndarray) -> bool:

@@ -17,7 +17,7 @@ import torch
 import mori_triton
 from mori_triton.device import probe
 from mori_triton.device.launch import TARGETS, cross_compile
-from mori_triton.ops import buffers, calls, combine, dispatch, plans, routing, tuning
+from mori_triton.ops import buffers, calls, dispatch, pipelines, plans, routing, tuning
 from mori_triton.ops.config import EpDispatchCombineKernelType
 from mori_triton.ops.kernels import finish
 from mori_triton.shmem import stream_barrier
@@ -84,7 +84,7 @@ def launches(case: Case, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> dic
     monkeypatch.setattr(plans, "prepare", record)
     config = config_of(case, 0, **changes)
     layout = buffers.ep_buffer_layout(config)
-    views = buffers.EpBuffers(layout, 0, HostMemory(layout.num_bytes))
+    views = buffers.EpBuffers(layout, 0, HostMemory(max(layout.num_bytes, layout.payload_bytes)))
     ctx, n, k = torch.zeros(16, dtype=torch.int64), case.max_tokens, case.top_k
     tokens = torch.zeros(n, case.hidden, dtype=config.data_type)
     weights = torch.zeros(n, k) if case.weights else None
@@ -93,24 +93,27 @@ def launches(case: Case, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> dic
     data = dispatch.check_dispatch(config, tokens.device, tokens, weights, scales, indices)
     handle = routing.new_handle(config, tokens.device, n)
     sizes = {"num_tokens": n, "row_bytes": case.hidden * tokens.itemsize, "dtype": tokens.dtype, "top_k": k}
+    sizes["kernel_type"] = config.kernel_type.name
+    pipeline = pipelines.pipeline_of(config)
     for wait in (False, True):
         shape = tuning.launch_config("cuda", "dispatch", **sizes)
         common = config, views, ctx, handle
         sent = calls.DispatchCall(*common, shape, wait, plans.StepMaker(), data=data, replay=False)
-        dispatch.plan_dispatch(sent)
-        dispatch.recv_steps(sent)
+        pipeline.dispatch(sent)
+        pipeline.dispatch_rest(sent)
         shape = tuning.launch_config("cuda", "combine", **sizes)
         back = calls.CombineCall(
-            *common, shape, wait, plans.StepMaker(), rows=tokens, weights=weights, num_tokens=n, in_place=False
+            *common, shape, wait, plans.StepMaker(), rows=tokens, weights=weights, num_tokens=n, region=None
         )
-        combine.plan_combine(back)
-        combine.recv_step(back)
+        pipeline.combine(back)
+        pipeline.combine_rest(back)
     words = torch.zeros(64, dtype=torch.int64)
     plans.StepMaker()(finish.sync_kernel, (1,), ctx, words, words, 1, TAG=1, num_warps=1)
     return made
 
 
 FULL = Case(hidden=2880, top_k=8, scales=(4, 4))
+RDNA4 = {"kernel_type": EpDispatchCombineKernelType.IntraNodeRDNA4}
 
 
 @pytest.fixture
@@ -127,6 +130,7 @@ def specimens(monkeypatch: pytest.MonkeyPatch) -> dict[str, Specimen]:
     made = {probe.ring_kernel.__name__: ring, stream_barrier.barrier_kernel.__name__: barrier}
     for changes in variants:
         made |= launches(dataclasses.replace(FULL, dtype="bfloat16"), monkeypatch, **changes)
+    made |= launches(dataclasses.replace(FULL, dtype="bfloat16", scales=(0, 0), num_pes=4), monkeypatch, **RDNA4)
     return made
 
 
@@ -161,6 +165,10 @@ KERNELS = (
     "dispatch_ll_kernel",
     "dispatch_recv_kernel",
     "dispatch_route_kernel",
+    "rdna4_dispatch_kernel",
+    "rdna4_pull_kernel",
+    "rdna4_push_kernel",
+    "rdna4_sum_kernel",
     "ring_kernel",
     "sync_kernel",
 )
@@ -215,6 +223,10 @@ NEEDS = {
     "combine_copy_kernel": SENDS,
     "combine_recv_kernel": WAITS,
     "combine_reduce_kernel": ("load16", "store16"),
+    "rdna4_dispatch_kernel": (*SENDS, "add"),
+    "rdna4_pull_kernel": (),
+    "rdna4_push_kernel": SENDS,
+    "rdna4_sum_kernel": ("load16", "store16"),
     "sync_kernel": ("release", "signal", *WAITS),
 }
 
@@ -238,7 +250,7 @@ def test_compiles_links_and_orders(name: str, arch: str, specimens: dict[str, Sp
         assert any(min(at["signal"]) < i for i in at["poll"])
     if "poll" in needs:
         assert any(min(at["poll"]) < i for i in at["acquire"])
-    if name == "combine_reduce_kernel":
+    if name in ("combine_reduce_kernel", "rdna4_pull_kernel", "rdna4_sum_kernel"):
         assert not at["poll"]
         assert not at["signal"]
 
@@ -272,7 +284,8 @@ def test_gfx1250_whatever_arguments_are_absent(
     """Triton 3.6 preloads arguments there, and where they fill 30 words, the most, its assembler refuses its own text:
     "amdgpu_user_sgpr_count smaller than than implied by enabled user SGPRs". 29 are fine.
     """
-    for changes in ({}, {"kernel_type": EpDispatchCombineKernelType.IntraNodeLL}):
+    variants: list[dict[str, Any]] = [{}, {"kernel_type": EpDispatchCombineKernelType.IntraNodeLL}]
+    for changes in (*variants, *([RDNA4] if scales == (0, 0) else [])):
         made = launches(Case(hidden=24, weights=weights, scales=scales), monkeypatch, **changes)
         for specimen in made.values():
             text = specimen.compile("gfx1250")

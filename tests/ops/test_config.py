@@ -63,7 +63,7 @@ def test_method_signatures_are_moris() -> None:
     assert missing == NOT_YET
 
 
-def test_kernel_type_values_are_moris() -> None:
+def test_kernel_type_values_are_moris_and_one_more() -> None:
     assert {t.name: int(t) for t in ops.EpDispatchCombineKernelType} == {
         "IntraNode": 0,
         "InterNode": 1,
@@ -71,6 +71,7 @@ def test_kernel_type_values_are_moris() -> None:
         "InterNodeV1LL": 3,
         "AsyncLL": 4,
         "IntraNodeLL": 5,
+        "IntraNodeRDNA4": 6,
     }
 
 

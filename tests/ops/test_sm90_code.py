@@ -125,7 +125,17 @@ def combine_launches(num_tokens: int, *, in_place: bool) -> dict[str, tuple[Any,
         chosen = shape("combine", zero_copy=in_place)
         combine.plan_combine(
             calls.CombineCall(
-                config, views, ctx, handle, chosen, True, step, rows=rows, weights=None, num_tokens=8, in_place=in_place
+                config,
+                views,
+                ctx,
+                handle,
+                chosen,
+                True,
+                step,
+                rows=rows,
+                weights=None,
+                num_tokens=8,
+                region="combine_in" if in_place else None,
             )
         )
 

@@ -1,0 +1,186 @@
+"""The kernels of an RDNA4 combine: push (rows back to where their tokens came from, signal, wait) and sum (add up a
+token's rows, its own PE's and those received).
+
+Protocol, argued in docs/rdna4_ep.md: PE p writes what it has for token t of PE s to row `p * M + t` of the receive
+staging of s, so no slot has to be asked for; the program of `push` that arrives last signals and waits, `sum` follows.
+"""
+
+import triton
+import triton.language as tl
+
+from mori_triton.device import shmem
+from mori_triton.ops.kernels.finish import COMBINE_ARRIVALS, COMBINE_EPOCH, finish_combine, is_broken, signal_last
+from mori_triton.ops.kernels.rows import as_words, at_peer, row_offset, split_target
+
+
+@triton.jit(
+    do_not_specialize=[
+        "ctx", "payload_bases_ptr", "rows_ptr", "sources_ptr", "total_ptr", "staging_ptr", "staging_weights_ptr",
+        "signals_ptr", "control_ptr", "top_k", "num_rows", "max_tokens", "keeps_own", "weights_ptr",
+    ]
+)  # fmt: skip
+def rdna4_push_kernel(
+    ctx,  # device context
+    payload_bases_ptr,  # int64 [n_pes], local: where this PE sees each PE's payload memory
+    rows_ptr,  # [num_rows, row], bytes, local: the experts' outputs
+    sources_ptr,  # int32 [capacity], local: source PE * max_tokens + token of each row
+    total_ptr,  # int32 [1], local: rows received by the dispatch
+    staging_ptr,  # payload memory [n_pes * M, row], bytes: row p * M + t is PE p's for token t of the PE it is on
+    staging_weights_ptr,  # payload memory, float32 [n_pes * M, top_k], likewise
+    signals_ptr,  # symmetric int64 [n_pes]: word p holds PE p's newest epoch here
+    control_ptr,  # int64 [CONTROL_WORDS], local
+    top_k,
+    num_rows,
+    max_tokens,
+    keeps_own,  # 1: rows of this PE's own tokens stay where they are
+    weights_ptr,  # float32 [num_rows, top_k], local, or None
+    TOP_K: tl.constexpr,  # top_k, or 0: only `top_k` says
+    BATCH: tl.constexpr,  # weights of a row that are moved together
+    ROW_UNITS: tl.constexpr,  # bytes of a row / ALIGN
+    ALIGN: tl.constexpr,  # 16, 8, 4 or 2: divides a row's bytes and the address of every row
+    BLOCK: tl.constexpr,  # words (of min(ALIGN, 4) bytes) moved at a time
+    WAIT: tl.constexpr,  # whether the last program also waits for the peers
+    TAG: tl.constexpr,  # names this wait in error records
+):
+    """Push rows to the PEs whose tokens they are of; the last program tells every peer. Programs (piece, row)."""
+    ROW_WORDS: tl.constexpr = ROW_UNITS * ((ALIGN + 3) // 4)
+    NUM_PIECES: tl.constexpr = (ROW_WORDS + BLOCK - 1) // BLOCK
+    shmem.prefetch(ctx)
+    num_ids = TOP_K if TOP_K != 0 else top_k
+    if not is_broken(control_ptr):
+        me = shmem.my_pe(ctx)
+        mine = tl.load(payload_bases_ptr + me)
+        total = tl.minimum(tl.load(total_ptr), num_rows)
+        for row in range(tl.program_id(1), total, tl.num_programs(1)):
+            source = tl.load(sources_ptr + row)
+            pe = source // max_tokens
+            there = me * max_tokens + source - pe * max_tokens
+            if (pe != me) | (keeps_own == 0):
+                to_row = as_words(at_peer(payload_bases_ptr, mine, staging_ptr, pe), ALIGN)
+                to_row += row_offset(there, ROW_WORDS)
+                from_row = as_words(rows_ptr, ALIGN) + row_offset(row, ROW_WORDS)
+                for piece in range(tl.program_id(0), NUM_PIECES, tl.num_programs(0)):
+                    offs = piece * BLOCK + tl.arange(0, BLOCK)
+                    words = tl.load(from_row + offs, mask=offs < ROW_WORDS)
+                    tl.store(to_row + offs, words, mask=offs < ROW_WORDS, cache_modifier=".cs")
+            if weights_ptr is not None:  # noqa: SIM102 - Triton decides this one while compiling
+                # this PE's too: what dispatch gave out belongs to peers again when they have seen the signal
+                if row % tl.num_programs(0) == tl.program_id(0):
+                    to_weights = at_peer(payload_bases_ptr, mine, staging_weights_ptr, pe) + row_offset(there, num_ids)
+                    for first in range(0, num_ids, BATCH):
+                        column = first + tl.arange(0, BATCH)
+                        weights = tl.load(weights_ptr + row_offset(row, num_ids) + column, mask=column < num_ids)
+                        tl.store(to_weights + column, weights, mask=column < num_ids)
+        last = signal_last(ctx, signals_ptr, control_ptr, COMBINE_ARRIVALS, COMBINE_EPOCH)
+        if WAIT:  # noqa: SIM102 - Triton decides this one while compiling
+            if last != 0:
+                finish_combine(ctx, signals_ptr, control_ptr, TAG)
+
+
+@triton.jit
+def _sum_staged(
+    ptr,  # [n_pes * M, row_size] or, for a token's own PE, what `own_ptr` says
+    own_ptr,  # [capacity, row_size], or None: the token's own PE has staged its row too
+    targets,
+    me,
+    token,
+    max_tokens,
+    num_rows,
+    capacity,
+    inverse,
+    shift,
+    row_size,
+    offs,
+    mask,
+    works,
+    NUM_PES: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """float32 sum of columns `offs` of a token's rows, in the order of `targets`. All rows are loaded, then added."""
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    rows = ()
+    for j in tl.static_range(NUM_PES):
+        target = tl.maximum(tl.where(works, targets[j], -1), 0)
+        pe, slot = split_target(target, capacity, inverse, shift)
+        present = (targets[j] >= 0) & works
+        start = ptr + row_offset(pe * max_tokens + token, row_size)
+        if own_ptr is not None:
+            is_own = pe == me
+            start = tl.where(is_own, own_ptr + row_offset(slot, row_size), start)
+            # a caller that brings fewer rows than came is told on the emulated device only
+            present = present & ((slot < num_rows) | (is_own == 0))
+        if dtype.primitive_bitwidth == 32:
+            bits = tl.cast(start, tl.pointer_type(tl.int32), bitcast=True)
+        else:
+            bits = tl.cast(start, tl.pointer_type(tl.int16), bitcast=True)
+        bits = tl.multiple_of(bits, ALIGN)
+        rows += (tl.load(bits + offs, mask=mask & present, other=0),)  # type: ignore[assignment]
+    total = tl.zeros(offs.shape, tl.float32)
+    for j in tl.static_range(NUM_PES):
+        # of an absent row +0 is added, which changes no sum that began with +0
+        total += rows[j].to(dtype, bitcast=True).to(tl.float32)
+    return total
+
+
+@triton.jit(
+    do_not_specialize=[
+        "ctx", "staging_ptr", "forward_ptr", "control_ptr", "out_ptr", "out_weights_ptr", "num_tokens", "top_k",
+        "capacity", "inverse", "shift", "max_tokens", "num_rows", "rows_ptr", "staging_weights_ptr",
+    ]
+)  # fmt: skip
+def rdna4_sum_kernel(
+    ctx,  # device context
+    staging_ptr,  # [n_pes * M, HIDDEN], local, dtype of out: row p * M + t is what PE p has pushed for token t
+    forward_ptr,  # int32 [M, top_k], local: of the dispatch
+    control_ptr,  # int64 [CONTROL_WORDS], local
+    out_ptr,  # [M, HIDDEN], local, aligned to 16 bytes
+    out_weights_ptr,  # float32 [M, top_k], local
+    num_tokens,
+    top_k,
+    capacity,  # rows of a receive buffer
+    inverse,  # of `ops.calls.inverse_of(capacity)`
+    shift,
+    max_tokens,
+    num_rows,
+    rows_ptr,  # [num_rows, HIDDEN], local, dtype of out: where the rows of this PE's own tokens are, or None: staged
+    staging_weights_ptr,  # float32 [n_pes * M, top_k], local, or None
+    NUM_PES: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    ALIGN: tl.constexpr,  # divides the bytes of a row and the address of every row
+    TOP_K: tl.constexpr,  # top_k, or 0: only `top_k` says
+    BATCH: tl.constexpr,  # weights of a row that are summed together
+    BLOCK: tl.constexpr,  # elements summed at a time
+):
+    """Sum a token's rows over its distinct destination PEs, in the order of its ids, in float32, rounded once.
+
+    Programs (piece, token). Nothing is written when the wait before it timed out.
+    """
+    works = is_broken(control_ptr) == 0
+    num_ids = TOP_K if TOP_K != 0 else top_k
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    NUM_PIECES: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
+    me = shmem.my_pe(ctx)
+    for token in range(tl.program_id(1), num_tokens, tl.num_programs(1)):
+        targets = ()
+        for j in tl.static_range(NUM_PES):
+            entry = forward_ptr + row_offset(token, num_ids) + j
+            targets += (tl.load(entry, mask=j < num_ids, other=-1),)  # type: ignore[assignment]
+        for piece in range(tl.program_id(0), NUM_PIECES, tl.num_programs(0)):
+            offs = piece * BLOCK + tl.arange(0, BLOCK)
+            mask = offs < HIDDEN
+            total = _sum_staged(
+                staging_ptr, rows_ptr, targets, me, token, max_tokens, num_rows, capacity, inverse, shift, HIDDEN,
+                offs, mask, works, NUM_PES, ALIGN,
+            )  # fmt: skip
+            out = tl.cast(out_ptr, tl.pointer_type(tl.int16), bitcast=True) + row_offset(token, HIDDEN)
+            tl.store(tl.multiple_of(out, ALIGN) + offs, total.to(dtype).to(tl.int16, bitcast=True), mask=mask & works)
+        if staging_weights_ptr is not None:  # noqa: SIM102 - Triton decides this one while compiling
+            if token % tl.num_programs(0) == tl.program_id(0):
+                for first in range(0, num_ids, BATCH):
+                    column = first + tl.arange(0, BATCH)
+                    mask = column < num_ids
+                    sums = _sum_staged(
+                        staging_weights_ptr, None, targets, me, token, max_tokens, num_rows, capacity, inverse, shift,
+                        num_ids, column, mask, works, NUM_PES, 4,
+                    )  # fmt: skip
+                    tl.store(out_weights_ptr + row_offset(token, num_ids) + column, sums, mask=mask & works)
