@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -109,6 +110,46 @@ def app() -> typer.Typer:
         shown.end(outcomes, out)
         if any(outcome.decision.startswith("wrong") for outcome in outcomes):
             raise typer.Exit(1)
+
+    @cli.command("inspect")
+    def inspect_command(
+        kernel: str = typer.Argument(help="a kernel of the package, with or without [variant]; all; or FILE.py:NAME"),
+        arch: str = typer.Option("gfx1201", help="targets: gfx942, gfx950, gfx1201, gfx1250, sm_90, or all"),
+        signature: str = typer.Option("", help='arguments of FILE.py:NAME, in order: "*bf16:16,i32,1024"'),
+        num_warps: int = typer.Option(4, min=1, help="warps of a program of FILE.py:NAME"),
+        asm: bool = typer.Option(False, "--asm", help="print the assembly, under the Python that it comes from"),
+        as_json: bool = typer.Option(False, "--json", help="print JSON"),
+    ) -> None:
+        """Registers, spills, waves, widths of accesses and cache scopes of kernels. Compiles; needs no GPU.
+
+        A type ending in :16 is a pointer or number that is divisible by 16, which Triton finds out by itself when it
+        launches. FILE.py is run.
+        """
+        from rich.console import Console
+
+        from mori_triton.inspect import shown
+        from mori_triton.inspect.kernels import chosen_launches, chosen_targets
+        from mori_triton.inspect.report import report
+
+        there = Console()
+        console = there if there.is_terminal else Console(width=_WIDTH_WITHOUT_TERMINAL)
+        try:
+            launches, targets = chosen_launches(kernel, signature, num_warps), chosen_targets(arch)
+            reports = {target: [report(launch, target) for launch in launches] for target in targets}
+        except MoriError as error:
+            console.print(f"mori-triton inspect: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+            raise typer.Exit(2) from error
+        if as_json:
+            every = [one.as_json() for some in reports.values() for one in some]
+            console.print_json(json.dumps(every))
+            return
+        for target, some in reports.items():
+            if asm:
+                for one in some:
+                    console.print(shown.annotated(one), highlight=False, markup=False, soft_wrap=True)
+            console.print(shown.summary(some, target))
+            if len(some) == 1:
+                console.print(shown.details(some[0]))
 
     return cli
 

@@ -25,7 +25,8 @@ BELOW = {
     "ops": {"errors", "abi", "env", "bitcode", "wait_sites", "device", "emulator", "host", "shmem", "world"},
     "ir": {"errors", "abi", "env", "bitcode", "wait_sites", "device", "host"},
     "alias": {"errors"},
-    "cli": {"errors", "host", "ops"},
+    "inspect": {"errors", "device", "host", "shmem", "world", "ops"},
+    "cli": {"errors", "host", "ops", "inspect"},
     "layers": {"errors", "env", "host", "shmem", "world", "ops"},
     "__init__": {"alias", "emulator", "ir", "layers", "ops", "shmem", "world"},
 }
