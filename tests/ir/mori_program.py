@@ -79,26 +79,29 @@ class Buffers:
         self.x = mori_shmem_create_tensor((numel,), torch.bfloat16)
         self.staging = mori_shmem_create_tensor((n, numel), torch.bfloat16)
         self.signal = mori_shmem_create_tensor((self.chunks,), torch.uint64)
-        self.symmetric = [self.word, self.x, self.staging, self.signal]
+        # a network card reads and writes here as well as there
+        self.got = mori_shmem_create_tensor((2,), torch.int32)
+        self.symmetric = [self.word, self.x, self.staging, self.signal, self.got]
         device = self.x.device
         self.who = torch.full((2,), -9, dtype=torch.int32, device=device)
-        self.got = torch.full((2,), -9, dtype=torch.int32, device=device)
         self.out = torch.full((2, numel), float("nan"), dtype=torch.bfloat16, device=device)
         me = ms.shmem_mype()
         self.word.fill_(-1)
+        self.got.fill_(-9)
         # sums of them are exact
         self.x.copy_((torch.arange(numel, device=device) * (2 * me + 1)) % 13 - 5)
         self.staging.fill_(float("nan"))
         self.signal.view(torch.int64).zero_()
 
-    def launches(self):
+    def launches(self, mapped):
         chunks, sizes = (self.chunks,), {"BLOCK": self.block, "num_warps": 8}
+        read = ("read", allreduce_read_kernel, chunks, (self.x, self.out[0], self.numel), sizes)
         return [
             ("who", who_kernel, (1,), (self.who,), {}),
             ("put", ring_put_kernel, (1,), (self.word, 100), {}),
             ("get_nbi", get_nbi_kernel, (1,), (self.got, self.word), {}),
             ("get", get_kernel, (1,), (self.got[1:], self.word), {}),
-            ("read", allreduce_read_kernel, chunks, (self.x, self.out[0], self.numel), sizes),
+            *([read] if mapped else []),
             (
                 "put_signal",
                 allreduce_put_kernel,
@@ -113,11 +116,14 @@ class Buffers:
             mori_shmem_free_tensor(tensor)
 
 
-def run(numel=1000, block=512, before=None):
-    """Every step on the PE that calls it; `before(launches)` is called once all of them are known."""
+def run(numel=1000, block=512, before=None, mapped=True):
+    """Every step on the PE that calls it; `before(launches)` is called once all of them are known.
+
+    Peers that are not `mapped` cannot be read by loads: that step is left out.
+    """
     install_hook()
     buffers = Buffers(numel, block)
-    launches = buffers.launches()
+    launches = buffers.launches(mapped)
     if before is not None:
         before(launches)
     ms.shmem_barrier_all()
