@@ -222,3 +222,33 @@ def test_experts_that_return_what_dispatch_brought(case: Case) -> None:
 
     for seed in range(6):
         world(case, seed=seed).run(program, seed)
+
+
+@pytest.mark.parametrize("case", BOTH, ids=["ep2", "ep4"])
+def test_two_hundred_rounds_of_one_op(case: Case) -> None:
+    """Epochs only grow; every eighth round is two dispatches in a row, every ninth two combines."""
+    rounds = 200
+
+    def program(pe: int) -> list[int]:
+        op = start(case, pe)
+        for index in range(rounds):
+            mine = round_of(case, pe, index % 5)
+            given = inputs_on(op, case, mine)
+            if index % 8 == 7:
+                op.dispatch(*given)
+            out, out_weights, _, _, total = op.dispatch(*given)
+            rows = experts(pe, out[: int(total)])
+            if index % 9 == 8:
+                op.combine(rows.flip(0), out_weights[: int(total)], given[3])
+            sums, sum_weights = op.combine(rows, out_weights[: int(total)], given[3])
+            got = {"combined": to_numpy(sums), "combined_weights": to_numpy(sum_weights)}
+            got = {name: table[: len(mine.tokens)] for name, table in got.items()}
+            want = reference.combined(pe, mine.tokens, mine.indices, case.num_pes, case.experts_per_pe)
+            assert got["combined"].tobytes() == want.tobytes(), index
+            want = reference.combined_weights(mine.weights, mine.indices, case.num_pes, case.experts_per_pe)
+            assert got["combined_weights"].tobytes() == want.tobytes(), index
+        words = control(op, DISPATCH_EPOCH, COMBINE_EPOCH, SYNC_EPOCH)
+        op.close()
+        return words
+
+    assert world(case).run(program) == [[rounds + rounds // 8, rounds + rounds // 9, 25 + 22]] * case.num_pes
