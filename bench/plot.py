@@ -62,6 +62,41 @@ def host(rows: Sequence[Mapping[str, Any]], path: Path, environment: Mapping[str
     return _saved(figure, path, environment)
 
 
+def model(rows: Sequence[Mapping[str, Any]], path: Path, environment: Mapping[str, Any]) -> Path | None:
+    """Draw the entries of `model_rdna4.py`: the baseline's model beside its times, then both columns of hidden 7168.
+
+    Returns, raises: as `intranode`.
+    """
+    pyplot = _pyplot()
+    if pyplot is None or not rows:
+        return None
+    worlds = sorted({row["world_size"] for row in rows})
+    figure, axes = pyplot.subplots(1, 1 + len(worlds), figsize=(6 * (1 + len(worlds)), 5), squeeze=False)
+    first = axes[0][0]
+    for color, world_size in zip(("tab:blue", "tab:orange"), worlds, strict=True):
+        for irregular, marker in ((False, "o"), (True, "x")):
+            of = [row for row in rows if row["world_size"] == world_size and row["irregular"] is irregular]
+            name = f"EP{world_size}{', irregular' if irregular else ''}"
+            measured, predicted = [row["rccl_us"] for row in of], [row["model_rccl_us"] for row in of]
+            first.loglog(measured, predicted, marker, color=color, markersize=4, label=name)
+    ends = [min(row["rccl_us"] for row in rows), max(row["rccl_us"] for row in rows)]
+    first.loglog(ends, ends, color="black", linewidth=0.7)
+    first.set(xlabel="RCCL, measured, µs", ylabel="model, µs", title="Dense baseline")
+    first.legend()
+    hidden = 7168
+    for axis, world_size in zip(axes[0][1:], worlds, strict=True):
+        of = [row for row in rows if row["world_size"] == world_size and row["hidden_size"] == hidden]
+        tokens = [row["tokens"] for row in of]
+        axis.loglog(tokens, [row["rccl_us"] for row in of], "o", color="tab:gray", label="RCCL, measured")
+        axis.loglog(tokens, [row["model_rccl_us"] for row in of], color="tab:gray", label="model of the baseline")
+        axis.loglog(tokens, [row["mori_us"] for row in of], "o", color="tab:green", label="MORI, measured")
+        low, high = [row["model_low_us"] for row in of], [row["model_high_us"] for row in of]
+        axis.fill_between(tokens, low, high, color="tab:green", alpha=0.3, label="model of dispatch + combine")
+        axis.set(xlabel="tokens per PE", ylabel="µs of a pair", title=f"EP{world_size}, hidden {hidden}")
+        axis.legend()
+    return _saved(figure, path, environment)
+
+
 def _pyplot() -> Any:
     """matplotlib's pyplot, drawing to files; None where it is missing."""
     try:

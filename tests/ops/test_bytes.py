@@ -1,4 +1,4 @@
-"""What dispatch and combine move between PEs, to the byte: a row once for each (token, destination PE), no local row."""
+"""What dispatch and combine move between PEs, to the byte: a row once for each (token, remote PE), no local row."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ TOKENS, SEED = 32, 1
 # a signal is one 64-bit store
 SIGNAL, ID, WEIGHT, SOURCE = 8, 4, 4, 4
 NOTHING = (0, 0, 0)
+RDNA4 = "IntraNodeRDNA4"
 
 
 @functools.cache
@@ -36,12 +37,13 @@ def remote_loads(count: CountedPair, phase: str) -> dict[tuple[int, int], int]:
 
 def check_dispatch_stores(count: CountedPair, metadata: int) -> None:
     """Rows with so many bytes of metadata each, and a signal, from every PE to every other."""
+    tokens = count.point.capacity
     for source, pe in pairs(count):
         rows = count.rows[source][pe]
         stored = count.between("dispatch", source, pe, "store").bytes
         assert stored == rows * (count.row_bytes + metadata) + SIGNAL, (source, pe)
         # rows given out by programs; a counter has 4 bytes, and a program adds once
-        assert count.between("dispatch", source, pe, "atomic").bytes <= 4 * TOKENS
+        assert count.between("dispatch", source, pe, "atomic").bytes <= 4 * tokens
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -61,6 +63,56 @@ def test_intranode_moves_a_row_once_each_way(world_size: int) -> None:
         assert count.between("combine", source, pe, "atomic") == NOTHING
 
 
+def test_rdna4_ep2_pushes_everything_once() -> None:
+    count = counted(RDNA4, 2)
+    check_dispatch_stores(count, count.point.top_k * (ID + WEIGHT) + SOURCE)
+    assert set(remote_loads(count, "dispatch").values()) == {0}
+    check_combine_pushes(count)
+
+
+def test_rdna4_ep4_pushes_rows_and_pulls_ids_and_weights_once() -> None:
+    count = counted(RDNA4, 4)
+    check_dispatch_stores(count, SOURCE)
+    ids = count.point.top_k * (ID + WEIGHT)
+    # a destination loads, from where a row came from, the row's ids and weights
+    assert remote_loads(count, "dispatch") == {
+        (pe, source): count.rows[source][pe] * ids for pe, source in pairs(count)
+    }
+    check_combine_pushes(count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capacity", [256, 300])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_rdna4_large(world_size: int, capacity: int) -> None:
+    """More ids than a wave has lanes, the longest batches of each launch policy."""
+    count = count_pair(Point(world_size, hidden=3072, top_k=33, capacity=capacity), RDNA4)
+    ids = count.point.top_k * (ID + WEIGHT)
+    check_dispatch_stores(count, SOURCE + (ids if world_size == 2 else 0))
+    for pe, source in pairs(count):
+        pulled = count.rows[source][pe] * ids if world_size == 4 else 0
+        assert count.between("dispatch", pe, source, "load").bytes == pulled
+    check_combine_pushes(count)
+
+
+def check_combine_pushes(count: CountedPair) -> None:
+    """Every remote row and its weights once, back to where it came from; no load crosses, and nothing of local rows."""
+    for pe, source in pairs(count):
+        row = count.row_bytes + count.point.top_k * WEIGHT
+        assert count.between("combine", pe, source, "store").bytes == count.rows[source][pe] * row + SIGNAL
+        assert count.between("combine", pe, source, "load") == NOTHING
+        assert count.between("combine", pe, source, "atomic") == NOTHING
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_rdna4_copies_no_local_row(world_size: int) -> None:
+    """In combine: what a PE stores to memory of its own is less than a row more than the tokens that come out."""
+    count = counted(RDNA4, world_size)
+    own = count.phase("combine").own_bytes
+    assert TOKENS * count.row_bytes <= own < (TOKENS + 1) * count.row_bytes
+    assert min(count.rows[pe][pe] for pe in range(world_size)) > 1
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_dense_moves_every_row_to_every_pe_each_way(world_size: int) -> None:
     count = counted(DENSE, world_size)
@@ -72,7 +124,7 @@ def test_dense_moves_every_row_to_every_pe_each_way(world_size: int) -> None:
 
 def test_the_benchmark_counts_the_same_rows() -> None:
     """`moved.links` of bench_rdna4_ep.py, which knows ids only, beside what kernels did."""
-    for kind, world_size in (("IntraNode", 2), ("IntraNode", 4), (DENSE, 2), (DENSE, 4)):
+    for kind, world_size in itertools.product(("IntraNode", RDNA4, DENSE), (2, 4)):
         count = counted(kind, world_size)
         point = count.point
         everyone = [checks.draw(point, pe, SEED, TOKENS) for pe in range(world_size)]
@@ -99,7 +151,7 @@ def test_expected_rows() -> None:
 
 def test_table() -> None:
     """Bytes and messages of a token, the protocols beside the dense baseline; `pytest -rP` shows it."""
-    kinds = ("IntraNode", DENSE)
+    kinds = ("IntraNode", RDNA4, DENSE)
     rows = [
         {"EP": world_size, "what": kind, **per_token(counted(kind, world_size))}
         for world_size in (2, 4)
@@ -111,4 +163,5 @@ def test_table() -> None:
     for world_size in (2, 4):
         assert by[world_size, DENSE]["dispatch bytes"] == (world_size - 1) * (2 * 2048 + SIGNAL / TOKENS)
     # fewer rows than the baseline outweigh ids and weights where tokens miss PEs
-    assert by[4, "IntraNode"]["dispatch bytes"] < by[4, DENSE]["dispatch bytes"]
+    for phase in PHASES:
+        assert by[4, RDNA4][f"{phase} bytes"] < by[4, DENSE][f"{phase} bytes"]
