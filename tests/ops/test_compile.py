@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -292,18 +289,3 @@ def test_gfx1250_whatever_arguments_are_absent(
             preloaded = re.search(r"\.amdhsa_user_sgpr_kernarg_preload_length (\d+)", text)
             assert preloaded is not None
             assert int(preloaded[1]) < 30, specimen.name
-
-
-def test_the_oldest_supported_triton() -> None:
-    """What needs care there: gfx1250 (above), and bitcode written by a newer LLVM than its own."""
-    folder, root = os.environ.get("MORI_TEST_TRITON36", ""), Path(__file__).parents[2]
-    if not Path(folder, "triton").is_dir():
-        pytest.skip(
-            "MORI_TEST_TRITON36 names no folder with Triton (pip install --target FOLDER --no-deps triton==3.6.0)"
-        )
-    here = str(Path(__file__).parent)
-    chosen = "gfx1250 or test_the_protocol_as_it_is or poll_by_one"
-    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", chosen, here]
-    changes = {"PYTHONPATH": f"{folder}:{root}", "MORI_TEST_TRITON36": ""}
-    done = subprocess.run(command, env={**os.environ, **changes}, capture_output=True, text=True, check=False, cwd=root)
-    assert done.returncode == 0, done.stdout[-3000:]
