@@ -24,6 +24,10 @@ class LaunchShapeError(ArgumentError, RuntimeError):
     """A number of programs or warps that no launch can have. Also a `RuntimeError`, which MORI raises for it."""
 
 
+class StagingError(ArgumentError, RuntimeError):
+    """A staging buffer that no dispatch can use: null, not aligned, or too short. Also a `RuntimeError`, as in MORI."""
+
+
 class EnvError(ArgumentError):
     """An environment variable holds a text that cannot be read; the message shows it and the accepted forms."""
 
