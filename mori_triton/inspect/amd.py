@@ -24,6 +24,8 @@ _FENCES = {
 }  # fmt: skip
 _GFX12_SCOPES = {"SCOPE_CU": "", "SCOPE_SE": "workgroup", "SCOPE_DEV": "device", "SCOPE_SYS": "system"}
 _FILE = re.compile(r'\s*\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?')
+_INLINED = re.compile(r"inlined_at (\d+) (\d+) (\d+)")
+_CALLER = re.compile(r"@\[ (\S+)")
 _COMMENT = re.compile(r";|//")
 _LOC = re.compile(r"\s*\.loc\s+(\d+)\s+(\d+)\s+(\d+)")
 
@@ -60,13 +62,20 @@ def located(text: str) -> Iterator[tuple[int, str, Source]]:
     """(number from 1, instruction without comment, where it comes from) of every line of `text` in a function."""
     lines = text.splitlines()
     files = {m[1]: f"{m[2]}/{m[3]}" if m[3] else m[2] for m in map(_FILE.match, lines) if m}
+    known: dict[tuple[str, ...], Source] = {}
     source, in_inline, in_metadata = NOWHERE, False, False
     for number, raw in enumerate(lines, 1):
         if "inline asm" in raw:
             in_inline = "begin" in raw
         if match := _LOC.match(raw):
             # in inline assembly LLVM counts its lines on from the statement's
-            source = source if in_inline else Source(files.get(match[1], ""), int(match[2]), int(match[3]))
+            if not in_inline:
+                source = Source(files.get(match[1], ""), int(match[2]), int(match[3]), tuple(_CALLER.findall(raw)))
+                if inlined := _INLINED.search(raw):
+                    # PTX names one caller, whose own place was named before
+                    caller = known.get(inlined.groups(), NOWHERE)
+                    source = source._replace(callers=(f"{caller}:{caller.column}", *caller.callers))
+                known[match.groups()] = source
         elif raw.startswith((".Lfunc_end", "\t.section")):
             source = NOWHERE
         elif "amdgpu_metadata" in raw:

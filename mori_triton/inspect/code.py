@@ -15,6 +15,7 @@ class Source(NamedTuple):
     path: str
     line: int
     column: int
+    callers: tuple[str, ...] = ()  # "name.py:line:column" of the calls that led there, inwards out
 
     def __str__(self) -> str:
         return f"{self.path.rsplit('/', 1)[-1]}:{self.line}"

@@ -10,8 +10,8 @@ import ast
 import importlib.util
 import re
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,16 @@ from mori_triton.device.prepared import Asked, recording
 from mori_triton.errors import ArgumentError, require
 from mori_triton.host import state as host_state
 from mori_triton.ops import EpDispatchCombineConfig, EpDispatchCombineKernelType, EpDispatchCombineOp
+from mori_triton.ops import dispatch_combine_v2 as v2
 from mori_triton.ops.formats import QUANT_TYPES
 from mori_triton.ops.local_expert_count import prepare_kernels
+from mori_triton.ops.op_base import EpOpBase
 from mori_triton.ops.tuning import launch_config
 from mori_triton.shmem.stream_barrier import enqueue_barrier
 from mori_triton.world import local_world
 
 # the model whose rows move: 8 PEs, top-8 of 256 experts, bfloat16, float32 scales of 128 elements each
-NUM_PES, HIDDEN, TOP_K, EXPERTS_PER_PE, SCALES = 8, 7168, 8, 32, 56
+NUM_PES, HIDDEN, TOP_K, EXPERTS, SCALES = 8, 7168, 8, 256, 56
 # a launch shape is chosen for so many tokens; the buffers hold only a few
 FEW_TOKENS, MANY_TOKENS, ROWS_THERE = 128, 4096, 8
 
@@ -77,65 +79,99 @@ def launch_of(asked: Asked, variant: str = "") -> Launch:
     )  # fmt: skip
 
 
-def _config(pe: int, **fields: Any) -> EpDispatchCombineConfig:
-    return EpDispatchCombineConfig(
-        data_type=torch.bfloat16, rank=pe, world_size=NUM_PES, hidden_dim=HIDDEN,
-        scale_dim=SCALES, scale_type_size=4, max_token_type_size=2,
-        max_num_inp_token_per_rank=ROWS_THERE, num_experts_per_rank=EXPERTS_PER_PE, num_experts_per_token=TOP_K,
-        **fields,
-    )  # fmt: skip
-
-
 def _round(
     pe: int,
     *,
     num_tokens: int = MANY_TOKENS,
     dtype: torch.dtype = torch.bfloat16,
     registered: bool = False,
+    scales: int = SCALES,
     **fields: Any,
 ) -> None:
     """Two rounds, the second in split calls, with the launch shapes for `num_tokens` tokens on an AMD GPU."""
-    config = _config(pe, **fields)
+    num_pes = host_state.current().n_pes
+    config = EpDispatchCombineConfig(
+        data_type=torch.bfloat16, rank=pe, world_size=num_pes, hidden_dim=HIDDEN,
+        scale_dim=scales, scale_type_size=4, max_token_type_size=2,
+        max_num_inp_token_per_rank=ROWS_THERE, num_experts_per_rank=EXPERTS // num_pes, num_experts_per_token=TOP_K,
+        **fields,
+    )  # fmt: skip
     op = EpDispatchCombineOp(config)
-    for phase in ("dispatch", "combine"):
-        shape = launch_config(
-            "hip", phase, num_tokens, HIDDEN * dtype.itemsize, dtype=dtype, top_k=TOP_K, zero_copy=registered,
-            quant_type=config.quant_type, kernel_type=config.kernel_type.name,
-        )  # fmt: skip
-        op._set_launch(phase, shape)
+    _as_on_a_gpu(op, num_tokens, dtype, registered)
     tokens = torch.zeros(ROWS_THERE, HIDDEN).to(dtype)
     weights = torch.zeros(ROWS_THERE, TOP_K)
     indices = torch.zeros(ROWS_THERE, TOP_K, dtype=torch.int32)
-    scales = torch.zeros(ROWS_THERE, SCALES)
+    scale_rows = torch.zeros(ROWS_THERE, scales) if scales else None
     rows = op.get_registered_combine_input_buffer(dtype, HIDDEN) if registered else tokens
-    op.dispatch(tokens, weights, scales, indices)
+    op.dispatch(tokens, weights, scale_rows, indices)
     op.combine(rows, weights, indices)
     # two in a row meet between them
     for _ in range(2):
-        op.dispatch_send(tokens, weights, scales, indices)
+        op.dispatch_send(tokens, weights, scale_rows, indices)
         op.dispatch_recv()
     op.combine_send(rows, weights, indices)
     op.combine_recv()
     op.close()
 
 
+def _staged_round(pe: int) -> None:
+    """A round of an EPv2 op, which stages what is small."""
+    config = v2.EpDispatchCombineConfig(
+        rank=pe, world_size=NUM_PES, hidden_dim=HIDDEN, max_num_inp_token_per_rank=ROWS_THERE,
+        num_experts_per_rank=EXPERTS // NUM_PES, num_experts_per_token=TOP_K, scale_dim=SCALES, scale_type_size=4,
+    )  # fmt: skip
+    op = v2.EpDispatchCombineOp(config)
+    _as_on_a_gpu(op.arena, MANY_TOKENS, torch.bfloat16, registered=False)
+    tokens = torch.zeros(ROWS_THERE, HIDDEN, dtype=torch.bfloat16)
+    indices = torch.zeros(ROWS_THERE, TOP_K, dtype=torch.int32)
+    *_, handle = op.dispatch(
+        tokens, torch.zeros(ROWS_THERE, TOP_K), torch.zeros(ROWS_THERE, SCALES), indices, return_routing=True
+    )
+    op.combine(tokens, True, routing=handle)
+    op.close()
+
+
+def _as_on_a_gpu(op: EpOpBase, num_tokens: int, dtype: torch.dtype, registered: bool) -> None:
+    """Give an op's later calls the launch shapes for `num_tokens` tokens on an AMD GPU."""
+    config = op.config
+    for phase in ("dispatch", "combine"):
+        shape = launch_config(
+            "hip", phase, num_tokens, HIDDEN * dtype.itemsize, dtype=dtype, top_k=TOP_K, zero_copy=registered,
+            quant_type=config.quant_type, kernel_type=config.kernel_type.name,
+        )  # fmt: skip
+        op._set_launch(phase, shape)
+
+
 def _beside(pe: int) -> None:
     """What is launched beside rounds."""
     enqueue_barrier(host_state.current(), None)
     for alone in (True, False):
-        prepare_kernels(EXPERTS_PER_PE, alone)
+        prepare_kernels(EXPERTS // NUM_PES, alone)
 
 
-# what is called on every PE, in this order: a kernel's first launch names it, others bring the variant's name
-VARIANTS: dict[str, Callable[[int], None]] = {
-    "": _round,
-    "beside": _beside,
-    "registered": partial(_round, registered=True),
-    "few": partial(_round, num_tokens=FEW_TOKENS),
-    "LL": partial(_round, num_tokens=FEW_TOKENS, kernel_type=EpDispatchCombineKernelType.IntraNodeLL),
-    "deterministic": partial(_round, deterministic=True),
-    "fp8": partial(_round, dtype=torch.float8_e4m3fn),
-    **{codec: partial(_round, quant_type=codec) for codec in QUANT_TYPES if codec != "none"},
+_RDNA4: dict[str, Any] = {"kernel_type": EpDispatchCombineKernelType.IntraNodeRDNA4, "scales": 0}
+# number of PEs -> what is called on every one, in this order: a kernel's first launch gets its name, others also the
+# variant's
+VARIANTS: dict[int, dict[str, Callable[[int], None]]] = {
+    NUM_PES: {
+        "": _round,
+        "beside": _beside,
+        "registered": partial(_round, registered=True),
+        "few": partial(_round, num_tokens=FEW_TOKENS),
+        "LL": partial(_round, num_tokens=FEW_TOKENS, kernel_type=EpDispatchCombineKernelType.IntraNodeLL),
+        "deterministic": partial(_round, deterministic=True),
+        "fp8": partial(_round, dtype=torch.float8_e4m3fn),
+        "v2": _staged_round,
+        **{codec: partial(_round, quant_type=codec) for codec in QUANT_TYPES if codec != "none"},
+    },
+    4: {
+        "EP4": partial(_round, **_RDNA4),
+        "EP4 few": partial(_round, **_RDNA4, num_tokens=FEW_TOKENS),
+    },
+    2: {
+        "EP2": partial(_round, **_RDNA4),
+        "EP2 few": partial(_round, **_RDNA4, num_tokens=FEW_TOKENS),
+    },
 }
 
 
@@ -143,33 +179,38 @@ VARIANTS: dict[str, Callable[[int], None]] = {
 def package_launches() -> dict[str, Launch]:
     """Every kernel of the package, by name; a kernel that several variants launch differently has several entries.
 
-    Runs the ops in a local world on the CPU, in which no kernel is compiled or launched: not to be called in another.
+    Runs the ops in local worlds on the CPU, in which no kernel is compiled or launched: not to be called in another.
     """
+    ring = probe.ring_kernel
+    launches = {ring.__name__: Launch(ring.__name__, ring, tuple(probe.RING_SIGNATURE.items()), (), ())}
+    seen = set()
+    for num_pes, variants in VARIANTS.items():
+        for variant, asked in _asked(num_pes, variants):
+            firsts: dict[str, Asked] = {}
+            for one in asked:
+                # a half of a round launches the whole one's kernels, made smaller
+                firsts.setdefault(one.kernel.__name__, one)
+            for one in firsts.values():
+                plain = launch_of(one)
+                if plain not in seen:
+                    seen.add(plain)
+                    named = launch_of(one, variant) if plain.name in launches else plain
+                    launches[named.name] = named
+    return launches
+
+
+def _asked(num_pes: int, variants: Mapping[str, Callable[[int], None]]) -> list[tuple[str, list[Asked]]]:
+    """What PE 0 of a world asks for, by variant."""
 
     def program(pe: int) -> list[tuple[str, list[Asked]]]:
         found = []
-        for variant, call in VARIANTS.items():
+        for variant, call in variants.items():
             with recording() as asked:
                 call(pe)
             found.append((variant, asked))
         return found
 
-    launches = {probe.ring_kernel.__name__: Launch(
-        probe.ring_kernel.__name__, probe.ring_kernel, tuple(probe.RING_SIGNATURE.items()), (), (),
-    )}  # fmt: skip
-    seen = set()
-    for variant, asked in local_world(NUM_PES, device="cpu", heap_size="64M").run(program)[0]:
-        firsts: dict[str, Asked] = {}
-        for one in asked:
-            # a half of a round launches the whole one's kernels, made smaller
-            firsts.setdefault(one.kernel.__name__, one)
-        for one in firsts.values():
-            plain = launch_of(one)
-            named = launch_of(one, variant) if plain.name in launches else plain
-            if replace(named, name=plain.name) not in seen:
-                seen.add(plain)
-                launches[named.name] = named
-    return launches
+    return local_world(num_pes, device="cpu", heap_size="64M").run(program)[0]
 
 
 def entry_kernels(folder: Path) -> set[str]:

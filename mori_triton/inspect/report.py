@@ -83,6 +83,7 @@ class Report:
 def report(launch: Launch, arch: str) -> Report:
     """Compile a kernel for a target, or take it from Triton's cache, and read its code."""
     built = launch.build(arch)
+    moved = statements(built.asm["ttgir"], TARGETS[arch] * launch.num_warps)
     shared = int(built.metadata.shared)
     found: Resources | None
     if arch.startswith("sm_"):
@@ -96,7 +97,6 @@ def report(launch: Launch, arch: str) -> Report:
         waves = waves_per_simd(
             arch, vgprs=found.vgprs, sgprs=found.sgprs or 0, lds_bytes=found.lds_bytes, num_waves=launch.num_warps
         )
-    moved = statements(built.asm["ttgir"], TARGETS[arch] * launch.num_warps)
     return Report(launch, arch, found, waves, accesses, block_accesses(moved, accesses), asm)
 
 
@@ -113,7 +113,8 @@ def block_accesses(moved: Iterable[Statement], accesses: Iterable[Access]) -> li
         at = statement.source
         if at not in there:
             # LLVM may give an access the place of what uses it, a few lines on
-            near = [s for s in there if s.path == at.path and 0 <= s.line - at.line <= _NEAR]
+            same = [s for s in there if (s.path, s.callers) == (at.path, at.callers)]
+            near = [s for s in same if 0 <= s.line - at.line <= _NEAR]
             at = min((s for s in near if (kind, s) not in claimed), key=lambda s: s.line, default=at)
         if at in there or statement.bytes_of_lane >= WIDEST:
             key = kind, statement.source

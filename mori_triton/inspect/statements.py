@@ -45,14 +45,17 @@ def statements(ttgir: str, num_threads: int) -> list[Statement]:
 
 
 def _source(reference: str, locations: dict[str, str]) -> Source:
-    """Where a location is in Python: the innermost one of a chain of calls."""
-    for _ in range(32):
-        text = locations.get(reference, f"loc({reference})")
-        if match := _FILE.match(text):
-            return Source(match[1], int(match[2]), int(match[3]))
-        # loc("name"(#loc4)), loc(callsite(#loc4 at #loc9))
-        inner = re.search(r"#loc\d*", text.removeprefix(f"loc({reference}"))
-        if inner is None:
-            return NOWHERE
-        reference = inner[0]
-    return NOWHERE
+    """Where a location is in Python, and who called."""
+    frames = _frames(reference, locations)
+    return frames[0]._replace(callers=tuple(f"{f}:{f.column}" for f in frames[1:])) if frames else NOWHERE
+
+
+def _frames(reference: str, locations: dict[str, str]) -> list[Source]:
+    """The places that a location is made of, the innermost first."""
+    text = locations.get(reference, f"loc({reference})")
+    if match := _FILE.match(text):
+        return [Source(match[1], int(match[2]), int(match[3]))]
+    # loc("name"(#loc4)), loc(callsite(#loc4 at #loc9))
+    return [
+        frame for inner in re.findall(r"#loc\d*", text) if inner != reference for frame in _frames(inner, locations)
+    ]

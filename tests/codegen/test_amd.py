@@ -116,13 +116,16 @@ def test_an_access_of_unknown_width_is_an_error() -> None:
         amd.accesses("global_load_b1024 v[1:32], v[1:2], off", "gfx1201")
 
 
+CALLERS = ("kernels.py:40:9", "a.py:1:2")
+
+
 def test_sources() -> None:
     """The innermost function's line, until the next; none outside the function."""
     text = """
 \t.file\t1 "/some/where" "kernels.py"
 \t.file\t7 "/else/where.py"
 \tglobal_load_b32 v1, v[1:2], off
-\t.loc\t1 12 5 prologue_end               ; kernels.py:12:5 @[ kernels.py:40:9 ]
+\t.loc\t1 12 5 prologue_end               ; kernels.py:12:5 @[ kernels.py:40:9 @[ a.py:1:2 ] ]
 \tglobal_load_b64 v[1:2], v[1:2], off
 .LBB0_1:                                ; %bb
 \tglobal_store_b64 v[1:2], v[1:2], off
@@ -131,7 +134,7 @@ def test_sources() -> None:
 .Lfunc_end0:
 \tglobal_store_b32 v[1:2], v1, off
 """
-    here, there = Source("/some/where/kernels.py", 12, 5), Source("/else/where.py", 3, 1)
+    here, there = Source("/some/where/kernels.py", 12, 5, CALLERS), Source("/else/where.py", 3, 1)
     sources = [(a.num_bytes, a.line, a.source) for a in amd.accesses(text, "gfx942")]
     assert sources == [(4, 4, NOWHERE), (8, 6, here), (8, 8, here), (4, 10, there), (4, 12, NOWHERE)]
     assert str(here) == "kernels.py:12"

@@ -51,6 +51,11 @@ PTX = """
 \tatom.global.add.f16x2 %r1, [%rd1], %r2;
 \tfence.acq_rel.sys;
 \t// ld.global.b32 %r1, [%rd1];
+\t.loc\t2 3 4, function_name $L__info_string0, inlined_at 1 9 3
+\tld.global.b32 %r1, [%rd1];
+\t.loc\t2 7 8, function_name $L__info_string1, inlined_at 2 3 4
+\tld.global.b16 %r1, [%rd1];
+\t.file\t2 "/some/where/rows.py"
 \t.file\t1 "/some/where" "kernels.py"
 """
 
@@ -68,6 +73,10 @@ def test_accesses() -> None:
         ("atomic", 8, "system", ""),
         ("atomic", 4, "device", ""),
         ("fence", 0, "system", ""),
+        ("load", 4, "", ""),
+        ("load", 2, "", ""),
     ]
+    assert found[-2].source == Source("/some/where/rows.py", 3, 4, ("kernels.py:9:3",))
+    assert found[-1].source == Source("/some/where/rows.py", 7, 8, ("rows.py:3:4", "kernels.py:9:3"))
     assert [a.source.line for a in found[:3]] == [5, 9, 9]
     assert found[0].source == Source("/some/where/kernels.py", 5, 3)

@@ -26,7 +26,7 @@ TTGIR = """
 #loc5 = loc(callsite(#loc3 at #loc2))
 #loc6 = loc("codes"(#loc5))
 """
-KERNELS, ROWS = Source("/some/kernels.py", 12, 7), Source("/some/rows.py", 40, 9)
+KERNELS, ROWS = Source("/some/kernels.py", 12, 7), Source("/some/rows.py", 40, 9, ("kernels.py:12:7",))
 
 
 def test_statements() -> None:
@@ -53,10 +53,14 @@ def test_widths_of_a_statement() -> None:
 
 def test_an_access_that_took_its_users_place() -> None:
     """The next line's, unless that has a statement of its own."""
-    after = Source(ROWS.path, ROWS.line + 1, 2)
+    after = Source(ROWS.path, ROWS.line + 1, 2, ROWS.callers)
     moved = [Statement("load", ROWS, 64)]
     assert block_accesses(moved, [access("load", 8, after)]) == [BlockAccess("load", ROWS, 64, (8,))]
-    for lost in (access("store", 8, after), access("load", 8, Source(KERNELS.path, ROWS.line, 1))):
+    for lost in (
+        access("store", 8, after),
+        access("load", 8, Source(KERNELS.path, ROWS.line, 1)),
+        access("load", 8, after._replace(callers=())),
+    ):
         assert block_accesses(moved, [lost]) == [BlockAccess("load", ROWS, 64, ())]
     moved.append(Statement("load", after, 16))
     assert block_accesses(moved, [access("load", 8, after)]) == [
