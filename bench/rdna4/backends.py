@@ -85,13 +85,7 @@ class Op(Backend):
 
     def check(self) -> None:
         team, point, rank = self.team, self.point, self.team.rank
-        # one round to know where outputs are, then all of them poisoned
-        out, combined = self.op.dispatch(*self.mine.args()), self.op.combine(self.rows, self.weights, self.mine.ids)
-        team.meet()
-        for tensor in (*out[:4], *combined):
-            if tensor is not None:
-                tensor.view(torch.uint8).fill_(0xFF)
-        team.meet()
+        checks.poison(self.op)
         out = self.op.dispatch(*self.mine.args())
         team.meet()
         sources = self.op.get_dispatch_src_token_pos()

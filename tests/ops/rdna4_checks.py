@@ -15,10 +15,11 @@ from mori_triton import ops
 from mori_triton.host import state as host_state
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-KERNEL_TYPE = ops.EpDispatchCombineKernelType.IntraNode
+KERNEL_TYPE = ops.EpDispatchCombineKernelType.IntraNodeRDNA4
 # rows compared or computed at a time: temporaries stay small beside the buffers
 CHUNK_ROWS = 8192
 _POISON = 0xFF
+_WRITTEN = ("recv_tokens", "recv_weights", "recv_indices", "recv_sources", "staged_", "staging", "combine_")
 # distinct experts of a token come from so many
 EXPERTS = 256
 
@@ -71,6 +72,11 @@ class Sent:
     def args(self) -> tuple[torch.Tensor, torch.Tensor | None, None, torch.Tensor]:
         """In dispatch's order."""
         return self.tokens, self.weights, None, self.ids
+
+    def to(self, device: torch.device) -> Sent:
+        """The same on another device."""
+        weights = None if self.weights is None else self.weights.to(device)
+        return Sent(self.tokens.to(device), weights, self.ids.to(device))
 
 
 def draw(
@@ -222,18 +228,17 @@ def sent_of(point: Point, seed: int, rounds: int, device: Any = "cpu") -> list[l
 
 
 def heap_bytes(point: Point) -> int:
-    """Of each PE's symmetric heap: receive, staging and result rows, and room for 2 MiB allocations."""
-    rows = point.world_size * point.capacity
-    return 6 * rows * (2 * point.hidden + 12 * point.top_k + 64) + (64 << 20)
+    """Of each PE's symmetric heap, with room for the library's own words."""
+    return ops.ep_buffer_layout(point.config(0)).num_bytes + (8 << 20)
 
 
-def poison_heap(num_bytes: int) -> None:
-    """Set every bit of memory that the next allocations on this PE's symmetric heap get. Collective."""
-    heap = host_state.current().heap
-    memory = heap.tensor((num_bytes,), torch.uint8, "rdna4_checks: poison")
-    memory.fill_(_POISON)
+def poison(op: ops.EpDispatchCombineOp) -> None:
+    """Set every bit of what a round writes: NaNs, ids and sources of -1. Collective."""
+    meet("before poison")
+    for region in op._layout.regions:
+        if region.name.startswith(_WRITTEN):
+            op._buffers.view(region.name, torch.uint8, region.num_bytes).fill_(_POISON)
     meet("poisoned")
-    heap.free(memory.data_ptr())
 
 
 def meet(what: str) -> None:
@@ -249,19 +254,13 @@ class Life:
     def __init__(self, point: Point, pe: int) -> None:
         self.point, self.pe = point, pe
         self.op = ops.EpDispatchCombineOp(point.config(pe))
-        self.outputs: tuple[torch.Tensor, ...] = ()  # those of dispatch and combine
 
     def dispatch(self, everyone: list[Sent], **routing: Any) -> tuple[Any, ...]:
-        """Dispatch into poisoned outputs, and check."""
-        meet("before poison")
-        for tensor in self.outputs:
-            tensor.view(torch.uint8).fill_(_POISON)
-        meet("poisoned")
+        """Dispatch into poisoned buffers, and check."""
+        poison(self.op)
         out = self.op.dispatch(*everyone[self.pe].args(), **routing)
         sources = self.op.get_dispatch_src_token_pos()
-        check_dispatch(self.point, self.pe, everyone, out, sources, poisoned=bool(self.outputs))
-        if not self.outputs:
-            self.outputs = tuple(tensor for tensor in (out[0], out[1], out[3]) if tensor is not None)
+        check_dispatch(self.point, self.pe, everyone, out, sources, poisoned=True)
         return out
 
     def rows_for(self, out: tuple[Any, ...], salt: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -300,11 +299,11 @@ class Life:
 
 
 def run_point(
-    pe: int, point: Point, sent: list[list[Sent]], *, interleave: bool = True, double: bool = True
+    pe: int, point: Point, sent: list[list[Sent]], interleave: bool = True, double: bool = True
 ) -> None:  # fmt: skip
     """What a PE runs of a point, with what `sent_of` gave: every element is checked, AssertionError for a wrong one."""
-    poison_heap(heap_bytes(point) // 2)
     life = Life(point, pe)
+    sent = [[theirs.to(life.op.device) for theirs in everyone] for everyone in sent]
     life.rounds(sent[:-1], double=double)
     if interleave:
         life.interleaved(sent[0], sent[1], sent[-1])
