@@ -25,7 +25,7 @@ from bench.report import Column, Results, console, environment, show
 from tests.ops.rdna4_checks import Point
 
 PUBLISHED = Path(__file__).parent / "rdna4" / "published.json"
-TOP_K, EXPERTS = 8, 256
+KIND, TOP_K, EXPERTS = "IntraNodeRDNA4", 8, 256
 # parameters are fitted on these, the other half of the baseline is held out
 FITTED_HIDDEN = (2048, 4096, 7168)
 # ways of a signal, one after the other. Dispatch: a slot is asked for, there and back, then the signal; four PEs then
@@ -78,7 +78,7 @@ def fit_baseline(entries: Iterable[Entry], header_bytes: float) -> Link:
 
 def falls(entries: Sequence[Entry]) -> dict[Entry, bool]:
     """Baseline times that are above those of more bytes on as many PEs."""
-    found = {}
+    found: dict[Entry, bool] = {}
     for world_size in sorted({e.world_size for e in entries}):
         of = [e for e in entries if e.world_size == world_size]
         marks = irregular([e.tokens * e.row_bytes for e in of], [e.rccl_us for e in of])
@@ -159,7 +159,9 @@ def report_baseline(results: Results, entries: Sequence[Entry], rows: Sequence[M
     _heat("Error of the baseline's model, %", rows, "rccl_error")
 
 
-def report_protocol(results: Results, rows: Sequence[Mapping[str, Any]], link: Link, kind: str) -> None:
+def report_protocol(
+    results: Results, entries: Sequence[Entry], rows: Sequence[Mapping[str, Any]], link: Link
+) -> None:  # fmt: skip
     """What the model says of dispatch and combine beside MORI's times."""
     out = console()
     sets = {"all": lambda row: True, "256 tokens or fewer": lambda row: row["tokens"] <= 256,
@@ -168,8 +170,8 @@ def report_protocol(results: Results, rows: Sequence[Mapping[str, Any]], link: L
         found = summaries(rows, model, "mori_us", sets)
         for row in found:
             results.add("errors", **row)
-        show(f"{kind}, own stores and link {words}, beside MORI's times", found, _ERRORS)
-    _heat(f"Error of the prediction for {kind} (overlap) beside MORI's times, %", rows, "low_error")
+        show(f"{KIND}, own stores and link {words}, beside MORI's times", found, _ERRORS)
+    _heat(f"Error of the prediction for {KIND} (overlap) beside MORI's times, %", rows, "low_error")
     gains = []
     for n in sorted({row["world_size"] for row in rows}):
         of = [row for row in rows if row["world_size"] == n]
@@ -197,8 +199,8 @@ def report_protocol(results: Results, rows: Sequence[Mapping[str, Any]], link: L
     )
     rates = []
     for n in sorted({row["world_size"] for row in rows}):
-        for row in (row for row in rows if row["world_size"] == n and row["tokens"] == 16384):
-            e = Entry(n, row["hidden_size"], row["tokens"], row["mori_us"], row["rccl_us"])
+        # the longest batches, where fixed times matter least
+        for e in (e for e in entries if e.world_size == n and e.tokens == 16384):
             rates.append(
                 results.add(
                     "rate", world_size=n, hidden_size=e.hidden_size,
@@ -248,7 +250,6 @@ def _heat(title: str, rows: Sequence[Mapping[str, Any]], key: str) -> None:
 
 def main(
     output: Annotated[Path | None, typer.Option(help="directory for the data and the picture")] = None,
-    kind: Annotated[str, typer.Option(help="kernel type whose bytes are counted")] = "IntraNodeRDNA4",
     gbs: Annotated[float | None, typer.Option(help="link, GB/s each way; left out: fitted")] = None,
     launch_us: Annotated[float | None, typer.Option(help="fixed time of a phase; left out: fitted")] = None,
     hop_us: Annotated[float | None, typer.Option(help="one way of a signal; left out: fitted")] = None,
@@ -259,8 +260,8 @@ def main(
     results = Results("model-rdna4", output, environment(device="cpu"))
     entries = read_published()
     fitted = fit_baseline(entries, header_bytes)
-    counted = count((kind, DENSE))
-    costs = {n: links.row_costs(counted[kind, n], HOPS[n]) for n in HOPS}
+    counted = count((KIND, DENSE))
+    costs = {n: links.row_costs(counted[KIND, n], HOPS[n]) for n in HOPS}
     rows = predict(entries, fitted, costs)
     results.add("link", **dataclasses.asdict(fitted))
     report_baseline(results, entries, rows, fitted)
@@ -270,7 +271,7 @@ def main(
     if link != fitted:
         console().print(f"\nFrom here on with {link}")
         rows = predict(entries, link, costs)
-    report_protocol(results, rows, link, kind)
+    report_protocol(results, entries, rows, link)
     for row in rows:
         results.add("entry", **row)
     if results.path is not None:

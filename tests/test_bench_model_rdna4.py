@@ -174,9 +174,7 @@ def fake_counts(kinds: tuple[str, ...]) -> dict[tuple[str, int], Any]:
 def test_the_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Every error is computed again from the table and the parameters of the data."""
     monkeypatch.setattr(model, "count", fake_counts)
-    model.main(
-        output=tmp_path, kind="IntraNode", gbs=None, launch_us=None, hop_us=None, own_gbs=None, header_bytes=24.0
-    )
+    model.main(output=tmp_path, gbs=None, launch_us=None, hop_us=None, own_gbs=None, header_bytes=24.0)
     shown = capsys.readouterr().out
     # errors of the baseline come before anything else is said
     assert shown.index("Model of the baseline") < shown.index("Counted on") < shown.index("beside MORI's times")
@@ -217,7 +215,7 @@ def test_other_links(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     times = {}
     for gbs in (None, 400.0):
         out = tmp_path / str(gbs)
-        model.main(output=out, kind="IntraNode", gbs=gbs, launch_us=None, hop_us=None, own_gbs=None, header_bytes=24.0)
+        model.main(output=out, gbs=gbs, launch_us=None, hop_us=None, own_gbs=None, header_bytes=24.0)
         rows = read_rows(next(out.glob("*.jsonl")))
         times[gbs] = [row["model_high_us"] for row in rows if row["kind"] == "entry"]
         (found,) = [row for row in rows if row["kind"] == "link"]

@@ -136,8 +136,8 @@ def fit(pairs: Sequence[tuple[Sequence[Demand], float]], header_bytes: float = H
     values = np.zeros(table.shape[1])
     values[kept] = theta
     launch, hop, per_byte, per_own = values
-    rates = (1 / x if x > 0 else float("inf") for x in (per_byte, per_own))
-    return Link(float(launch), float(hop), *map(float, rates), header_bytes)
+    gbs, own_gbs = (float(1 / x) if x > 0 else float("inf") for x in (per_byte, per_own))
+    return Link(float(launch), float(hop), gbs, own_gbs, header_bytes)
 
 
 def _solve(table: np.ndarray, measured: np.ndarray) -> np.ndarray:

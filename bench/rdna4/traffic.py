@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import mori_triton as mori
 from bench.rdna4.backends import Dense, Team, dense_in_heaps
@@ -85,10 +87,14 @@ def expected_rows(world_size: int, top_k: int, experts: int) -> float:
     return (world_size - 1) * (1 - others / math.comb(experts, top_k))
 
 
-def count_pair(point: Point, kind: str, *, seed: int = 1, form: str = "push") -> CountedPair:
+def count_pair(
+    point: Point, kind: str, *, seed: int = 1, form: str = "push", options: Mapping[str, Any] | None = None
+) -> CountedPair:
     """Run one pair of `kind`, the name of an op's kernel type or `DENSE`, on full batches, and check every element.
 
-    form: of the dense baseline, see `dense.FORMS`. Raises: AssertionError for a wrong element.
+    seed: of the inputs. form: of the dense baseline, see `dense.FORMS`. options: of the world.
+
+    Raises: AssertionError for a wrong element.
     """
     everyone = [checks.draw(point, pe, seed, point.capacity) for pe in range(point.world_size)]
     rows = [[0] * point.world_size for _ in everyone]
@@ -96,7 +102,7 @@ def count_pair(point: Point, kind: str, *, seed: int = 1, form: str = "push") ->
         owners = checks.owners(point, sent.ids)
         for pe in range(point.world_size):
             rows[source][pe] = int((owners == pe).sum())
-    world = mori.local_world(point.world_size, heap_size=checks.heap_bytes(point))
+    world = mori.local_world(point.world_size, heap_size=checks.heap_bytes(point), **(options or {}))
     with world.byte_ledger() as ledger:
         world.run(_dense if kind == DENSE else _op, point, form if kind == DENSE else kind, everyone)
     return CountedPair(point, kind, rows, ledger)
