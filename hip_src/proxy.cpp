@@ -223,11 +223,12 @@ const u32 mori_proxy_layout[] = {
     sizeof(ProxyFunctions), AT(ProxyFunctions, put), AT(ProxyFunctions, get), AT(ProxyFunctions, am_send),
     AT(ProxyFunctions, flush), AT(ProxyFunctions, close), AT(ProxyFunctions, progress), AT(ProxyFunctions, request_free),
     sizeof(ProxyPeer), AT(ProxyPeer, ep), AT(ProxyPeer, rkey), AT(ProxyPeer, base), AT(ProxyPeer, bytes),
-    AT(ProxyPeer, status), AT(ProxyPeer, closed), AT(ProxyPeer, state), AT(ProxyPeer, replies), AT(ProxyPeer, puts),
-    sizeof(ProxyPending), sizeof(ProxyReply),
+    AT(ProxyPeer, status), AT(ProxyPeer, closed), AT(ProxyPeer, state), AT(ProxyPeer, puts),
+    sizeof(ProxyPending),
     sizeof(ProxyState), AT(ProxyState, ucp), AT(ProxyState, worker), AT(ProxyState, ring), AT(ProxyState, peers),
     AT(ProxyState, pending), AT(ProxyState, pe), AT(ProxyState, n_pes), AT(ProxyState, timeout_ns), AT(ProxyState, stop),
     AT(ProxyState, next), AT(ProxyState, oldest), AT(ProxyState, finished), AT(ProxyState, force), AT(ProxyState, sleeps),
+    AT(ProxyState, host_only),
 };
 #undef AT
 }

@@ -18,7 +18,6 @@ struct ProxyPeer {
   i32 status;       // why it counts as gone, 0: it does not
   u32 closed;       // 1: and the loop has seen to what was waiting for it
   u64 state;        // ProxyState
-  u64 replies;      // ProxyReply[entries]: what is on its way to this PE
   // order (proxy_order.h)
   u64 puts;         // given to UCX so far
   u64 flushed;      // of these, known to be at their places
@@ -54,12 +53,15 @@ struct ProxyPending {
   u64 behind;  // list of those that wait for their turn
   u64 need;    // it may go on when so many puts to its PE are at their places
   u64 reply;
-  ProxyRequest message;
   u32 stage;
   i32 status;
   u8 reported, in_ucx, copy_waits, is_message;
-  u32 reserved;
-  u64 spare;
+};
+
+// A message, until UCX is done with it: that may be long after its limit was over and its slot has come to serve another operation.
+struct ProxyHeader {
+  u64 request_free;
+  u64 words[6];
 };
 
 struct ProxyState {
@@ -74,9 +76,13 @@ struct ProxyState {
   u64 finished;    // ProxyPending that UCX has finished
   u64 force;       // endpoints of peers that are gone can be closed by force
   u64 sleeps;      // how often the loop slept
+  u64 host_only;   // UCX knows no memory but the host's
 };
 
-static_assert(sizeof(ProxyPending) == 128 && sizeof(ProxyRequest) == 48 && sizeof(ProxyReply) == 16, "messages");
+// of an operation that is refused: its local side is no memory that this thread can touch (UCS_ERR_INVALID_ADDR)
+constexpr i32 kProxyStatusLocal = -7;
+
+static_assert(sizeof(ProxyPending) == 72 && sizeof(ProxyRequest) == 48 && sizeof(ProxyReply) == 16, "messages");
 
 // ucs_status_t is one byte
 using Status = i8;
@@ -97,6 +103,7 @@ struct RequestParam {  // ucp_request_param_t
 };
 enum : u32 { HAS_CALLBACK = 2, HAS_USER_DATA = 4, HAS_FLAGS = 16, FORCE_CLOSE = 1, EAGER = 2 };
 enum MessageId : u32 { REQUEST = 1, REPLY = 2 };
+constexpr u64 UCS_ERR_NO_MEMORY = static_cast<u64>(-4ll);
 constexpr u64 UCS_ERR_LAST = static_cast<u64>(-100ll);
 
 using PutFn = u64 (*)(u64 ep, const void*, u64, u64 remote, u64 rkey, const RequestParam*);

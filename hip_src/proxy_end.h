@@ -5,12 +5,21 @@
 
 extern "C" {
 void* memcpy(void*, const void*, __SIZE_TYPE__);
+void* calloc(__SIZE_TYPE__, __SIZE_TYPE__);
+void free(void*);
 int sched_yield(void);
 struct timespec {
   long seconds, nanoseconds;
 };
 int nanosleep(const timespec*, timespec*);
 int clock_gettime(int, timespec*);
+int getpid();
+struct iovec {
+  void* base;
+  __SIZE_TYPE__ bytes;
+};
+long process_vm_readv(int, const iovec*, unsigned long, const iovec*, unsigned long, unsigned long);
+int* __errno_location();
 }
 
 namespace mori {

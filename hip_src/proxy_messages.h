@@ -5,15 +5,28 @@
 
 namespace mori {
 
-// A message whose bytes are those of an operation or of `replies`: they last longer than UCX needs them.
+inline void message_left(void* request, Status, void* user) {
+  auto* header = static_cast<ProxyHeader*>(user);
+  reinterpret_cast<FreeFn>(header->request_free)(reinterpret_cast<u64>(request));
+  free(header);
+}
+
+// What tells of its arrival is the answer; how UCX ends it is of no interest.
 inline u64 send(ProxyState* s, ProxyPeer* to, MessageId id, const void* message, u64 bytes) {
+  auto* header = static_cast<ProxyHeader*>(calloc(1, sizeof(ProxyHeader)));
+  if (header == nullptr) return UCS_ERR_NO_MEMORY;
+  header->request_free = s->ucp.request_free;
+  memcpy(header->words, message, bytes);
   RequestParam param{};
-  param.mask = HAS_FLAGS;
+  param.mask = HAS_CALLBACK | HAS_USER_DATA | HAS_FLAGS;
   param.flags = EAGER;
-  u64 handle = reinterpret_cast<SendFn>(s->ucp.am_send)(to->ep, id, message, bytes, nullptr, 0, &param);
-  if (handle == 0 || failed(handle)) return handle;
-  // what tells of its arrival is the answer
-  reinterpret_cast<FreeFn>(s->ucp.request_free)(handle);
+  param.callback = message_left;
+  param.user_data = header;
+  u64 handle = reinterpret_cast<SendFn>(s->ucp.am_send)(to->ep, id, header->words, bytes, nullptr, 0, &param);
+  if (handle == 0 || failed(handle)) {
+    free(header);
+    return handle;
+  }
   return 0;
 }
 
@@ -24,8 +37,8 @@ inline u64 send_message(ProxyState* s, ProxyPending* op) {
   u64 offset = has_signal(d->op) ? d->extra : d->remote;
   u32 bytes = has_signal(d->op) ? 8 : static_cast<u32>(d->bytes);
   op->stage = SENT;
-  op->message = {op->index, to->base + offset, d->value, d->extra, d->op, bytes, s->pe, 0};
-  return send(s, to, REQUEST, &op->message, sizeof(op->message));
+  ProxyRequest message = {op->index, to->base + offset, d->value, d->extra, d->op, bytes, s->pe, 0};
+  return send(s, to, REQUEST, &message, sizeof(message));
 }
 
 template <class T>
@@ -66,11 +79,10 @@ inline void answer(ProxyState* s, const ProxyRequest& m) {
       !inside(mine, m.address - mine->base, m.bytes))
     return;
   ProxyPeer* to = peer(s, m.from);
-  auto* reply = reinterpret_cast<ProxyReply*>(to->replies) + (m.index & (ring(s)->entries - 1));
   u64 old = m.bytes == 8 ? carry_out<u64>(m) : m.bytes == 4 ? carry_out<u32>(m) : m.bytes == 2 ? carry_out<u16>(m) : carry_out<u8>(m);
-  *reply = {m.index, old};
   if (to->status != 0) return;
-  u64 handle = send(s, to, REPLY, reply, sizeof(*reply));
+  ProxyReply reply = {m.index, old};
+  u64 handle = send(s, to, REPLY, &reply, sizeof(reply));
   if (failed(handle)) fail_peer(s, m.from, kProxyPeerFailed, status_of(handle));
 }
 

@@ -33,6 +33,24 @@ inline void flush_finished(void* request, Status status, void* user) {
   reinterpret_cast<FreeFn>(s->ucp.request_free)(reinterpret_cast<u64>(request));
 }
 
+// Whether this thread can read a byte. Asked of the kernel, which says so where a load would end the process; a kernel that does not
+// answer is no reason to refuse.
+inline bool can_touch(u64 address) {
+  constexpr int kBadAddress = 14;  // EFAULT
+  u8 byte;
+  iovec here{&byte, 1}, there{reinterpret_cast<void*>(address), 1};
+  return process_vm_readv(getpid(), &here, 1, &there, 1, 0) == 1 || *__errno_location() != kBadAddress;
+}
+
+// Whether UCX gets along with an operation's local side: my heap always; where it knows no device's memory it will load and store, so
+// what is not mapped for this process, as memory of a GPU, has to be refused. An allocation is one or the other, so its ends will do.
+inline bool is_local_side_good(ProxyState* s, const ProxyDescriptor* d) {
+  const ProxyPeer* mine = peer(s, s->pe);
+  u64 bytes = fetches(d->op) && d->local != 0 ? d->bytes : is_atomic(d->op) ? 0 : d->bytes;
+  if (!s->host_only || bytes == 0 || is_flush(d->op) || inside(mine, d->local - mine->base, bytes)) return true;
+  return can_touch(d->local) && can_touch(d->local + bytes - 1);
+}
+
 // an address of 0 is nobody's
 inline bool sound(ProxyState* s, const ProxyDescriptor* d) {
   if (d->ticket > kProxyTickets) return false;
@@ -162,6 +180,10 @@ inline void start(ProxyState* s, u64 index, u64 now) {
   op->state = reinterpret_cast<u64>(s);
   if (!sound(s, d)) {
     fail(s, index, kProxyRefused, d->pe, 0);
+    return;
+  }
+  if (!is_local_side_good(s, d)) {
+    fail(s, index, kProxyRefused, d->pe, kProxyStatusLocal);
     return;
   }
   if (is_flush(d->op)) {

@@ -51,6 +51,8 @@ class Endpoints:
         self._peers, self._own = peers, bootstrap.pe
         self._context, self.worker, self._memory = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
         self.ucp: Ucp | None = None
+        # whether UCX knows no memory but the host's: it would load and store any other
+        self.host_only = True
         mine: dict[str, Any] = {"problem": None}
         try:
             self.ucp = Ucp()
@@ -89,6 +91,9 @@ class Endpoints:
             ucp.call("init", *ucp_api.API_VERSION, ctypes.byref(params), config, ctypes.byref(self._context))
         finally:
             ucp.status("config_release", config)
+        known = ucp_api.ContextAttr(field_mask=ucp_api.ATTR_FIELD_MEMORY_TYPES)
+        ucp.call("context_query", self._context, ctypes.byref(known))
+        self.host_only = known.memory_types == 1 << ucp_api.MEMORY_TYPE_HOST
         # made here, used by the loop's thread, closed here
         worker = ucp_api.WorkerParams(
             field_mask=ucp_api.WORKER_PARAM_FIELD_THREAD_MODE, thread_mode=ucp_api.THREAD_MODE_SERIALIZED

@@ -143,7 +143,6 @@ class Peer(ctypes.Structure):
         ("status", ctypes.c_int32),
         ("closed", ctypes.c_uint32),
         ("state", ctypes.c_uint64),
-        ("replies", ctypes.c_uint64),
         ("puts", ctypes.c_uint64),
         ("_order", ctypes.c_uint64 * 8),
     )
@@ -152,13 +151,7 @@ class Peer(ctypes.Structure):
 class Pending(ctypes.Structure):
     """What the loop keeps for one slot. Nobody else reads it; the host makes it, zeroed."""
 
-    _fields_ = (("words", ctypes.c_uint64 * 16),)
-
-
-class Reply(ctypes.Structure):
-    """Room for an answer that is on its way to a peer."""
-
-    _fields_ = (("words", ctypes.c_uint64 * 2),)
+    _fields_ = (("words", ctypes.c_uint64 * 9),)
 
 
 class State(ctypes.Structure):
@@ -179,6 +172,7 @@ class State(ctypes.Structure):
         ("finished", ctypes.c_uint64),
         ("force", ctypes.c_uint64),
         ("sleeps", ctypes.c_uint64),
+        ("host_only", ctypes.c_uint64),
     )
 
 
@@ -189,8 +183,8 @@ def _names(struct: type[ctypes.Structure]) -> list[str]:
 def words() -> list[int]:
     """Version, numbers of records and tickets, then of each struct its size and its fields' offsets."""
     found = [VERSION, ERROR_RECORDS, TICKETS]
-    for struct in (Descriptor, Error, Ticket, Ring, RingPeer, Functions, Peer, Pending, Reply, State):
+    for struct in (Descriptor, Error, Ticket, Ring, RingPeer, Functions, Peer, Pending, State):
         found.append(ctypes.sizeof(struct))
-        if struct not in (Pending, Reply):
+        if struct is not Pending:
             found += [getattr(struct, name).offset for name in _names(struct) if not name.startswith("_")]
     return found

@@ -6,16 +6,18 @@ import atexit
 import ctypes
 import threading
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from mori_triton.errors import ArgumentError, MoriError, NetworkError, PeerTimeout, StateError, require
+from mori_triton.host.agreement import together
 from mori_triton.host.bootstrap.base import Bootstrap
 from mori_triton.host.proxy import layout
 from mori_triton.host.proxy.endpoints import Endpoints, ends_requests
 from mori_triton.host.proxy.engine import engine
 from mori_triton.host.proxy.layout import ErrorKind, Op
 from mori_triton.host.proxy.ring import ErrorRecord, Ring, descriptor
-from mori_triton.host.proxy.status import GONE
+from mori_triton.host.proxy.status import GONE, LOCAL, LOCAL_TEXT
 
 # how long a failed world's loop may go on with what has been posted
 _ABANDON_S = 0.1
@@ -53,7 +55,7 @@ class Proxy:
         require(timeout_s > 0, "timeout_s", "a time above 0", timeout_s)
         self.bootstrap, self.pe, self.n_pes, self.timeout_s = bootstrap, bootstrap.pe, bootstrap.n_pes, timeout_s
         self.ring = Ring(entries, self.n_pes, memory)
-        self._engine = engine()
+        self._engine = together(bootstrap, "the proxy's loop", engine)
         self._peers = (layout.Peer * self.n_pes)()
         self._pending = (layout.Pending * entries)()
         self._state = layout.State(
@@ -64,10 +66,8 @@ class Proxy:
             n_pes=self.n_pes,
             timeout_ns=int(timeout_s * 1e9),
         )
-        self._replies = (layout.Reply * (entries * self.n_pes))()
-        for pe, peer in enumerate(self._peers):
+        for peer in self._peers:
             peer.state = ctypes.addressof(self._state)
-            peer.replies = ctypes.addressof(self._replies) + pe * entries * ctypes.sizeof(layout.Reply)
         failed = self._engine.address("mori_proxy_peer_failed")
         self._endpoints = Endpoints(bootstrap, address, num_bytes, self._peers, entries, failed, options or {})
         ucp = self._endpoints.ucp
@@ -77,8 +77,15 @@ class Proxy:
             key = {"flush": "ep_flush", "close": "ep_close", "progress": "worker_progress"}.get(name, name)
             setattr(self._state.ucp, name, ucp.address(key))
         self._state.worker, self._state.force = self._endpoints.worker.value, int(ends_requests(ucp))
+        self._state.host_only = int(self._endpoints.host_only)
         handlers = {1: self._engine.address("mori_proxy_request"), 2: self._engine.address("mori_proxy_reply")}
-        self._endpoints.answer(handlers, ctypes.addressof(self._state))
+        answer = partial(self._endpoints.answer, handlers, ctypes.addressof(self._state))
+        try:
+            # no PE may send before all of them answer
+            together(bootstrap, "the proxy's answers", answer)
+        except BaseException:
+            self._endpoints.close()
+            raise
         self._thread: threading.Thread | None = threading.Thread(
             target=self._engine.run, args=(ctypes.addressof(self._state),), name=f"mori proxy {self.pe}", daemon=True
         )
@@ -152,6 +159,8 @@ class Proxy:
         what = f"proxy of PE {self.pe}: {name} of {record.num_bytes} bytes at heap offset {record.remote}"
         what += f" of PE {record.pe} (operation {record.operation})"
         if record.kind is ErrorKind.REFUSED:
+            if record.status == LOCAL:
+                return ArgumentError(f"{what}: {LOCAL_TEXT}")
             known = " and ".join(f"PE {pe}: {peer.bytes} bytes" for pe, peer in enumerate(self._peers))
             return ArgumentError(f"{what}: want an operation, PE, alignment and place inside a heap ({known})")
         if record.kind is ErrorKind.TIMEOUT:

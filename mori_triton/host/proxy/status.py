@@ -6,6 +6,12 @@ from mori_triton.host.proxy.layout import ErrorKind, Op
 
 # UCS_ERR_UNREACHABLE, TIMED_OUT, REJECTED, NOT_CONNECTED, CONNECTION_RESET, CANCELED; link and endpoint failures
 GONE = frozenset({-6, -16, -20, -23, -24, -25, *range(-89, -39)})
+# UCS_ERR_INVALID_ADDR, of an operation that the loop has refused
+LOCAL = -7
+LOCAL_TEXT = (
+    "its local side is memory that the host thread cannot touch, such as a GPU's, and this UCX, or what UCX_TLS leaves "
+    "of it, knows only the host's: want memory of the heap, host memory, or a UCX built for the device"
+)
 # of ucs_status_t, those that say most about a network; UCX's own text needs the library
 _WORDS = {
     -1: "no pending message",
@@ -40,6 +46,8 @@ def describe(reason: int, op: int) -> str:
     """What an operation of the ring has come to."""
     kind, status = split(reason)
     name = Op(op).name if op in set(Op) else f"operation code {op}"
+    if kind == ErrorKind.REFUSED and status == LOCAL:
+        return f"{name} refused: {LOCAL_TEXT}"
     if kind == ErrorKind.REFUSED:
         return f"{name} refused: no such operation, PE or place in its heap"
     if kind == ErrorKind.TIMEOUT:

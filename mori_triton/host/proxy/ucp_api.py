@@ -21,6 +21,8 @@ PACKAGES = "Debian, Ubuntu: apt-get install libucx0; from PyPI: pip install mori
 
 FEATURE_RMA, FEATURE_AM = 1 << 1, 1 << 6
 PARAM_FIELD_FEATURES = 1 << 0
+ATTR_FIELD_MEMORY_TYPES = 1 << 2
+MEMORY_TYPE_HOST = 0
 WORKER_PARAM_FIELD_THREAD_MODE = 1 << 0
 THREAD_MODE_SERIALIZED = 1
 EP_PARAM_FIELD_REMOTE_ADDRESS, EP_PARAM_FIELD_ERR_HANDLING_MODE, EP_PARAM_FIELD_ERR_HANDLER = 1 << 0, 1 << 1, 1 << 2
@@ -50,6 +52,19 @@ class Params(ctypes.Structure):
         ("estimated_num_ppn", _SIZE),
         ("name", ctypes.c_char_p),
         ("node_local_id", _SIZE),
+    )
+
+
+class ContextAttr(ctypes.Structure):
+    """ucp_context_attr_t"""
+
+    _fields_ = (
+        ("field_mask", _U64),
+        ("request_size", _SIZE),
+        ("thread_mode", _U32),
+        ("memory_types", _U64),
+        ("name", ctypes.c_char * 32),
+        ("device_counter_size", _SIZE),
     )
 
 
@@ -150,6 +165,7 @@ FUNCTIONS = {
     "config_release": Function("ucp_config_release", (_P,), None),
     # ucp_init is an inline function around it
     "init": Function("ucp_init_version", (_U32, _U32, _to(Params), _P, _to(_P)), STATUS),
+    "context_query": Function("ucp_context_query", (_P, _to(ContextAttr)), STATUS),
     "cleanup": Function("ucp_cleanup", (_P,), None),
     "worker_create": Function("ucp_worker_create", (_P, _to(WorkerParams), _to(_P)), STATUS),
     "worker_destroy": Function("ucp_worker_destroy", (_P,), None),

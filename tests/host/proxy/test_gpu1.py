@@ -5,9 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import mori_triton as mori
+from mori_triton.device import shmem
 from mori_triton.device.launch import launch, load
+from mori_triton.errors import MoriError
 from tests.host.proxy import kernels
 from tests.host.proxy.ucx import needs_ucx
 
@@ -60,3 +64,29 @@ def test_each_fetch_gets_its_own_number() -> None:
 def test_a_signal_covers_what_was_put_before_it() -> None:
     world = mori.local_world(2, device="cuda", transport="proxy", heap_size="4M")
     assert world.run(order, world.preload) == [0, 0]
+
+
+@triton.jit
+def put_kernel(ctx, dst_ptr, src_ptr, status_ptr, peer):
+    tl.store(status_ptr, shmem.put(ctx, dst_ptr, src_ptr, 64, peer))
+
+
+def test_memory_of_the_gpu_outside_the_heap_is_refused_where_ucx_does_not_know_it() -> None:
+    """With `TLS` "tcp" UCX knows the host's memory only; the process goes on."""
+
+    def program(pe: int, preload) -> None:
+        dst = mori.shmem.mori_shmem_create_tensor((64,), torch.uint8)
+        src = torch.zeros(64, dtype=torch.uint8, device=dst.device)
+        status = torch.full((1,), -9, dtype=torch.int32, device=dst.device)
+        arguments = mori.shmem.context(), dst, src, status, 1 - pe
+        preload(lambda: load(put_kernel, *arguments))
+        mori.shmem.shmem_barrier_all()
+        if pe == 0:
+            launch(put_kernel, (1,), *arguments)
+        mori.shmem.shmem_barrier_all()
+
+    world = mori.local_world(
+        2, device="cuda", transport="proxy", heap_size="4M", network={"options": {"TLS": "tcp"}}, timeout_s=10
+    )
+    with pytest.raises(MoriError, match="its local side is memory that the host thread cannot touch"):
+        world.run(program, world.preload)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from mori_triton.errors import ArgumentError, DriverError, HeapError, StateError
 from mori_triton.host.bootstrap.tcp import new_unique_id
 from mori_triton.host.bootstrap.threads import ThreadGroup
 from mori_triton.host.proxy import Op, Proxy, ucp_api
+from mori_triton.host.proxy.endpoints import Endpoints
 from tests.host.proxy import programs
 from tests.host.proxy.ucx import needs_ucx
 from tests.two_hosts import ip, two_hosts  # noqa: F401
@@ -146,6 +149,54 @@ def test_what_there_is_not_is_refused(call, named: str) -> None:
     proxy.wait(proxy.atomic(Op.ADD, 0, 16, 3))
     proxy.close()
     assert sum(heap) == 3
+
+
+def test_local_memory_that_this_ucx_does_not_know_is_refused() -> None:
+    """No segmentation fault: a page that cannot be read stands for a GPU's."""
+    proxy, heap = alone()
+    page = mmap.mmap(-1, 4096)
+    place = ctypes.addressof(ctypes.c_uint8.from_buffer(page))
+    libc = ctypes.CDLL(None)
+    assert libc.mprotect(ctypes.c_void_p(place), ctypes.c_size_t(4096), 0) == 0
+    try:
+        for call in (proxy.put, proxy.get):
+            with pytest.raises(ArgumentError, match=r"of 8 bytes .* its local side is memory that the host thread"):
+                proxy.wait(call(0, 0, place + 8, 8))
+    finally:
+        libc.mprotect(ctypes.c_void_p(place), ctypes.c_size_t(4096), 3)
+    source = bytearray(b"abcdefgh")
+    proxy.wait(proxy.put(0, 16, ctypes.addressof(ctypes.c_uint8.from_buffer(source)), 8))
+    assert heap[16:24] == source
+    proxy.close()
+
+
+@pytest.mark.parametrize("part", ["answer", "_connect"])
+def test_a_set_up_that_fails_on_one_pe_late_fails_on_all(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Endpoints are made, and no PE waits for ever for the one that has failed."""
+    whole = getattr(Endpoints, part)
+
+    def failing(self, *args):
+        if self._own == 1:
+            raise DriverError("no more handlers")
+        return whole(self, *args)
+
+    monkeypatch.setattr(Endpoints, part, failing)
+    before, heaps = threading.active_count(), [bytearray(4096) for _ in range(3)]
+    group = ThreadGroup(3, timeout_s=30)
+    caught: list[str] = []
+
+    def open_one(pe: int) -> None:
+        place = ctypes.addressof(ctypes.c_uint8.from_buffer(heaps[pe]))
+        with pytest.raises(HeapError) as error:
+            Proxy(group.bootstrap(pe), place, 4096, options={"TLS": "tcp"})
+        caught.append(str(error.value))
+
+    start = time.monotonic()
+    programs.run_threads([lambda pe=pe: open_one(pe) for pe in range(3)])
+    assert time.monotonic() - start < 20
+    assert len(caught) == 3
+    assert all("PE 1: no more handlers" in text for text in caught), caught
+    assert threading.active_count() == before
 
 
 def test_a_setting_that_ucx_does_not_take_is_the_error_of_every_pe() -> None:

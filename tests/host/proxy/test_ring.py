@@ -6,12 +6,13 @@ import ctypes
 import json
 import threading
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from mori_triton.errors import ArgumentError, BitcodeError, PeerTimeout
-from mori_triton.host.proxy import Op, Ring, descriptor, layout
+from mori_triton.host.proxy import Op, Ring, descriptor, layout, status
 from mori_triton.host.proxy import engine as engine_module
 from mori_triton.host.proxy.engine import engine
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.cpu
 def test_layout_matches_the_bitcode(monkeypatch: pytest.MonkeyPatch) -> None:
     engine()
     assert ctypes.sizeof(layout.Descriptor) == ctypes.sizeof(layout.Error) == 64
-    assert ctypes.sizeof(layout.Pending) == 128
+    assert ctypes.sizeof(layout.Pending) == 72
     words = layout.words()
     monkeypatch.setattr(layout, "words", lambda: [*words[:-1], words[-1] + 8])
     with pytest.raises(BitcodeError, match="mori_proxy_layout: want"):
@@ -83,10 +84,10 @@ class Ucp:
         self.answers: dict[str, list[int]] = {}
         self.waiting: list[tuple[int, int, int]] = []  # callback, request, user
         self.freed: list[int] = []
+        self.headers: list[tuple[int, bytes]] = []  # where they lay, and what they were
         self.ring = Ring(entries, n_pes)
         self.peers = (layout.Peer * n_pes)()
         self.pending = (layout.Pending * entries)()
-        self.replies = (layout.Reply * (entries * n_pes))()
         self.heap = np.zeros(4096, np.uint8)
         u64, u32, ptr = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_void_p
         types = {
@@ -106,7 +107,6 @@ class Ucp:
         for pe, peer in enumerate(self.peers):
             peer.ep, peer.rkey, peer.base, peer.bytes = 100 + pe, 200 + pe, self.heap.ctypes.data, 4096
             peer.state = ctypes.addressof(self.state)
-            peer.replies = ctypes.addressof(self.replies) + pe * entries * 16
         for name, function in self.functions.items():
             setattr(self.state.ucp, name, ctypes.cast(function, ptr).value)
         self.handler = ctypes.CFUNCTYPE(ctypes.c_int8, ptr, ptr, u64, ptr, u64, ptr)
@@ -135,6 +135,7 @@ class Ucp:
     def am_send(self, ep, number, header, size, data, count, param) -> int:
         message = ctypes.string_at(header, size)
         self.calls.append(("send", ep, number, message))
+        self.headers.append((header, message))
         value = self.answer("am_send", param)
         if value == 0 and number == 1 and "hold" not in self.answers:
             # the peer's loop, at once: this loop, since the memory is one
@@ -462,6 +463,62 @@ def test_messages_that_are_never_answered_give_their_slots_back_at_the_limit() -
     indices = ucp.post(*[descriptor(Op.PUT, 2, local=1, remote=8, num_bytes=8)] * 4)
     assert ucp.run() == 0
     assert [ucp.ended(i) for i in indices] == ["done"] * 4
+
+
+def test_a_header_stays_as_it_is_until_ucx_is_done_with_it() -> None:
+    """UCX may look at a message's header long after the operation's time was up, and its slot serves another one."""
+    ucp = Ucp(entries=2, n_pes=3, timeout_s=0.05)
+    ucp.answers = {"am_send": [21], "hold": []}
+    ucp.post(ADD)
+    assert ucp.run(0.2) == 0
+    assert ucp.ended(0) == "failed"
+    place, message = ucp.headers[0]
+    del ucp.answers["hold"]
+    for _ in range(4):
+        (index,) = ucp.post(descriptor(Op.ADD, 2, remote=72, num_bytes=8, value=9))
+        assert ucp.run() == 0
+        assert ucp.ended(index) == "done"
+    # two slots: the first one has served others since
+    assert ctypes.string_at(place, len(message)) == message
+    assert ucp.freed == []
+    ucp.finish(0, -25)
+    assert ucp.freed == [21]
+    assert ucp.run() == 0
+
+
+@pytest.fixture
+def untouchable() -> Iterator[int]:
+    """Address of a page that is there and cannot be read, as memory of a GPU is."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 4]
+    place = libc.mmap(None, 4096, 0, 0x22, -1, 0)
+    assert place not in (None, 2**64 - 1)
+    yield place
+    libc.munmap(ctypes.c_void_p(place), ctypes.c_size_t(4096))
+
+
+@pytest.mark.parametrize("host_only", [0, 1])
+@pytest.mark.parametrize("op", [Op.PUT, Op.GET, Op.PUT_SIGNAL_SET, Op.FETCH_ADD])
+def test_local_memory_that_the_loop_cannot_touch_is_refused(op: Op, host_only: int, untouchable: int) -> None:
+    """Where UCX knows a device's memory, it is given all."""
+    if op is Op.FETCH_ADD and not host_only:
+        pytest.skip("the loop itself writes what an atomic has fetched")
+    ucp = Ucp()
+    ucp.state.host_only = host_only
+    extra = 64 if op is Op.PUT_SIGNAL_SET else 0
+    good = np.zeros(8, np.uint8)
+    # the last byte of it is of the page
+    for local in (untouchable, untouchable - 7, good.ctypes.data, ucp.heap.ctypes.data + 8):
+        (index,) = ucp.post(descriptor(op, 1, local=local, remote=8, num_bytes=8, value=1, extra=extra))
+        assert ucp.run() == 0
+        refused = bool(host_only) and local in (untouchable, untouchable - 7)
+        assert ucp.ended(index) == ("failed" if refused else "done"), hex(local)
+    errors = ucp.ring.errors()
+    assert [(r.kind, r.status) for r in errors] == [(layout.ErrorKind.REFUSED, -7)] * (2 if host_only else 0)
+    reason = layout.ErrorKind.REFUSED << 8 | (-7 & 0xFF)
+    assert "cannot touch, such as a GPU's" in status.describe(reason, op)
+    # it ends nothing else
+    assert ucp.ring_peer(1).gone == 0
 
 
 def test_only_the_first_failures_have_records() -> None:

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.cpu
 
 STRUCTS = {
     ucp_api.Params: "ucp_params_t",
+    ucp_api.ContextAttr: "ucp_context_attr_t",
     ucp_api.WorkerParams: "ucp_worker_params_t",
     ucp_api.ErrHandler: "ucp_err_handler_t",
     ucp_api.SockAddr: "ucs_sock_addr_t",
@@ -32,9 +33,9 @@ STRUCTS = {
     ucp_api.RequestParam: "ucp_request_param_t",
 }
 # fields that UCX has appended since 1.13
-APPENDED = {"node_local_id", "exported_memh_buffer", "remote_datatype", "remote", "remote_count"}
+APPENDED = {"node_local_id", "exported_memh_buffer", "remote_datatype", "remote", "remote_count", "device_counter_size"}
 # the rest has the prefix UCP_
-UCS = ("THREAD_MODE", "INPROGRESS", "ERR_LAST")
+UCS = ("THREAD_MODE", "MEMORY_TYPE", "INPROGRESS", "ERR_LAST")
 
 
 def include_dirs() -> dict[str, Path]:
