@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from bench.multi_gpu import check
 from bench.multi_gpu.compare import link_bytes, verdicts
 from bench.multi_gpu.ways import check_sums
 from bench.problem import Inputs, Problem, destinations, expert, inputs
+from mori_triton import emulator, ops
 
 ROOT = Path(__file__).parents[1]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is False")
@@ -52,33 +55,43 @@ def test_every_part_with_two_processes(device: str, tmp_path: Path) -> None:
     assert pair["baseline"].endswith("all-gather + reduce-scatter")
 
 
-WRONG = """
-import sys, torch, typer
-from bench.multi_gpu import check
-from mori_triton import ops
-true = ops.EpDispatchCombineOp.dispatch
-def dispatch(self, *args):
-    out = true(self, *args)
-    if self.config.rank == 1:
+@pytest.mark.cpu
+def test_a_wrong_element_fails_the_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    # what torchrun sets, for a group of this process alone
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in {**alone, "MORI_SHMEM_HEAP_SIZE": "64M"}.items():
+        monkeypatch.setenv(name, value)
+    activate, dispatch, active = emulator.activate, ops.EpDispatchCombineOp.dispatch, []
+
+    def activated(*arch: str) -> Any:
+        one = activate(*arch)
+        # the command itself ends with its process; what shmem takes it gives back
+        if not arch:
+            active.append(one)
+        return one
+
+    monkeypatch.setattr(emulator, "activate", activated)
+
+    def wrong(self: Any, *args: Any) -> Any:
+        out = dispatch(self, *args)
         row = out[0].view(torch.uint8)[0]
         row[3] = row[3] ^ 1
-    return out
-ops.EpDispatchCombineOp.dispatch = dispatch
-sys.argv = ["check", "--device", "cpu", "--tiny", "--rounds", "1"]
-typer.run(check.main)
-"""
+        return out
 
-
-@pytest.mark.cpu
-@pytest.mark.slow
-def test_a_wrong_element_fails_the_part(tmp_path: Path) -> None:
-    script = tmp_path / "wrong.py"
-    script.write_text(WRONG)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = run(*command, MORI_TRITON_DEVICE="cpu", MORI_SHMEM_HEAP_SIZE="64M", OMP_NUM_THREADS="1")
-    assert done.returncode != 0
-    assert "wrong elements" in done.stdout
-    assert "3 failed" in done.stdout
+    monkeypatch.setattr(ops.EpDispatchCombineOp, "dispatch", wrong)
+    monkeypatch.setattr(check, "MATRIX", check.MATRIX[:1])
+    try:
+        with pytest.raises(SystemExit) as end:
+            check.main(device="cpu", rounds=1, tiny=True)
+    finally:
+        for one in active:
+            one.deactivate()
+    assert end.value.code == 1
+    text = capsys.readouterr().out
+    assert text.count("wrong elements") == 1
+    assert "1 problems among 1 PEs on emulated devices: 1 failed" in text
 
 
 @pytest.mark.cpu
