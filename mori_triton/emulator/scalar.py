@@ -50,7 +50,7 @@ class Scalar(LiftBase):
         elif k == "sendmsg":
             # the end of a wave gives its registers back
             if "DEALLOC_VGPRS" not in ins.ops[0]:
-                raise KeyError("message")
+                raise KeyError("a message to the host, as tl.device_print and tl.device_assert send")
         elif k == "getpc_b64":
             # addresses of symbols are absolute here: see Lifter.symbol
             self.swrite(self.op(ins.ops[0]), self.f.int(0, 64))

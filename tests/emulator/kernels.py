@@ -234,6 +234,15 @@ def grid_ids(out):
 
 
 @triton.jit
+def some_ids(out, Y: tl.constexpr, Z: tl.constexpr):
+    """out[id] = id + 1 for the numbers along y, along z, or along both; nothing else of the grid is asked for."""
+    if Y and Z:
+        tl.store(out + tl.program_id(2) * 3 + tl.program_id(1), tl.program_id(2) * 3 + tl.program_id(1) + 1)
+    else:
+        tl.store(out + tl.program_id(1 if Y else 2), tl.program_id(1 if Y else 2) + 1)
+
+
+@triton.jit
 def all_kinds(out, a, b, c, d, e, f, maybe, T: tl.constexpr):
     """Scalars of several types; `maybe` is a pointer or None."""
     tl.store(out + 0, a.to(tl.float64))

@@ -295,6 +295,16 @@ def test_grids_of_three_dimensions(on, grid):
     assert out.tolist() == [*want, -1]
 
 
+@archs(*ARCHS)
+@pytest.mark.parametrize(("y", "z"), [(True, False), (False, True), (True, True)])
+def test_a_kernel_that_asks_for_some_ids(on, y, z):
+    """Which scalar registers hold a workgroup's numbers on gfx9 depends on which of them a kernel asks for."""
+    size = (3 if y else 1) * (4 if z else 1)
+    out = torch.zeros(size + 1, dtype=torch.int32)
+    kernels.some_ids[(2, 3, 4)](out, Y=y, Z=z, num_warps=1)
+    assert out.tolist() == [*range(1, size + 1), 0]
+
+
 @archs("gfx1201")
 @pytest.mark.parametrize("grid", [(0,), (3, 0), (1, 1, 0)])
 def test_an_empty_grid_does_nothing(on, grid):
