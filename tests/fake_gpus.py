@@ -194,17 +194,23 @@ class FakeGpus:
         scheduler.bind(_Asynchronous())
 
     def attach(self, here: Any) -> Callable[[], None]:
-        device, regions = _thread.stream.device, here.regions()
+        device = _thread.stream.device
         device.label = f"PE {here.pe}"
-        for region in regions:
-            device.allow(region.address, region.num_bytes, region.name)
-        device.set_global(abi.CONTEXT_SYMBOL, here.heap.ctx_address.to_bytes(8, "little"))
 
-        def undo() -> None:
+        def expose(regions: Sequence[Any]) -> Callable[[], None]:
             for region in regions:
-                device.disallow(region.address)
+                device.allow(region.address, region.num_bytes, region.name)
 
-        return undo
+            def hide() -> None:
+                for region in regions:
+                    device.disallow(region.address)
+
+            return hide
+
+        # the heaps now, and later what the PE shares besides
+        here.expose = expose
+        device.set_global(abi.CONTEXT_SYMBOL, here.heap.ctx_address.to_bytes(8, "little"))
+        return expose(here.regions())
 
     def current_stream(self) -> FakeStream:
         return _thread.stream
