@@ -123,6 +123,30 @@ def test_rows_signals_waits_and_barriers(n: int, num_warps: int) -> None:
             assert torch.equal(outs[pe][index].cpu(), wanted), (pe, index)
 
 
+def test_barriers_from_two_streams_of_a_pe_in_turn() -> None:
+    n, width = 3, 1024
+    alone, pes = Pes(1), Pes(n)
+    streams = [[torch.cuda.Stream() for _ in range(2)] for _ in range(n)]
+    first = torch.empty(width, dtype=torch.int32, device="cuda")
+    launch(exchange_kernel, (1,), alone.contexts[0], alone.rows(0), alone.signals(0), first, 1, BLOCK=width)
+    outs = [[torch.full((n, width), -1, dtype=torch.int32, device="cuda") for _ in range(ROUNDS)] for _ in range(n)]
+    torch.cuda.synchronize()
+    for index in range(ROUNDS):
+        for pe in range(n):
+            mine, other = streams[pe][index % 2], streams[pe][1 - index % 2]
+            mine.wait_stream(other)
+            with torch.cuda.stream(mine):
+                arguments = pes.contexts[pe], pes.rows(pe), pes.signals(pe), outs[pe][index], index + 1
+                launch(exchange_kernel, (1,), *arguments, BLOCK=width)
+    torch.cuda.synchronize()
+    assert [pes.errors(pe) for pe in range(n)] == [[]] * n
+    column = torch.arange(width, dtype=torch.int32)
+    for pe in range(n):
+        for index in range(ROUNDS):
+            wanted = torch.stack([1000 * (index + 1) + 100 * source + pe + column for source in range(n)])
+            assert torch.equal(outs[pe][index].cpu(), wanted), (pe, index)
+
+
 @pytest.mark.parametrize("num_warps", [1, 2, 4, 8])
 def test_a_fetch_happens_once_and_reaches_every_thread(num_warps: int) -> None:
     pes, programs, width = Pes(2), 64, 512

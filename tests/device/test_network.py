@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import zlib
@@ -17,8 +18,10 @@ from mori_triton import abi, bitcode, emulator
 from mori_triton import shmem as mori_shmem
 from mori_triton.device import externs, shmem
 from mori_triton.device.launch import launch
+from mori_triton.errors import KernelFault, NetworkError
 from tests.device.pes import Pes
 from tests.device.queue_pairs import PROVIDERS, Card, QueuePairs
+from tests.host.proxy.ucx import needs_ucx
 
 pytestmark = pytest.mark.cpu
 
@@ -26,6 +29,7 @@ ARCHS = ("gfx1201", "gfx942")
 HEAP = 1 << 18  # of QueuePairs
 SRC, DST, SIG = 8192, 4096, 16384
 LANES = 256
+PUT_NAME = "mori_shmem_ctx_put_block"
 PUT, GET, GET_NBI, PUT_SIGNAL, QUIET, FETCH_ADD, SET_ALL, BARRIER = range(8)
 
 
@@ -174,7 +178,7 @@ def test_a_barrier_does_not_signal_before_all_is_complete() -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_a_debug_build_names_the_function_and_looks_at_the_local_side(arch: str) -> None:
-    pes, symbol = Pes(2, arch), zlib.crc32(b"mori_shmem_ctx_put_block")
+    pes, symbol = Pes(2, arch), zlib.crc32(PUT_NAME.encode())
     library = bitcode.specialize(arch, provider="p2p", debug=True)
     base, out = pes.base(0), torch.full((64,), -7, dtype=torch.int32)
     # destination, source, PE, result; what is outside the heap altogether may be any memory
@@ -197,6 +201,36 @@ def test_a_debug_build_names_the_function_and_looks_at_the_local_side(arch: str)
             records = [(r["peer"], r["address"], r["seen"]) for r in pes.records(0)]
             assert records == ([] if refused is None else [refused])
             assert {r["symbol"] for r in pes.records(0)} <= {symbol}
+
+
+@pytest.mark.parametrize("transport", ["mlx5", pytest.param("proxy", marks=needs_ucx)])
+def test_a_debug_build_over_a_network_says_which_function_of_which_pe(transport: str) -> None:
+    """The world's error: function, address as the heap knows it, both PEs; of what is refused, and of what fails."""
+    library = bitcode.specialize("gfx1201", provider=transport, debug=True)
+
+    def program(pe: int, num_bytes: int) -> None:
+        rows = mori_shmem.mori_shmem_create_tensor((128,), torch.uint8)
+        out = torch.full((64,), -7, dtype=torch.int32)
+        mori_shmem.shmem_barrier_all()
+        if pe == 1:
+            args = mori_shmem.context(), out, rows.data_ptr() + 64, rows.data_ptr(), num_bytes, 0
+            launch(one_put_kernel, (1,), *args, num_warps=2, extern_libs={abi.LIBRARY: str(library)})
+            assert set(out.tolist()) == {-1}
+        mori_shmem.shmem_barrier_all()
+
+    world = mori_triton.local_world(2, transport=transport, heap_size="1M", timeout_s=20)
+    with pytest.raises(KernelFault) as refused:
+        world.run(program, 1 << 21)
+    text = str(refused.value)
+    assert re.search(rf"PE 1, to PE 0: allocation 0\+64 of PE 1: {1 << 21} bytes refused .*, in {PUT_NAME}", text)
+    if transport == "mlx5":
+        world = mori_triton.local_world(
+            2, transport=transport, heap_size="1M", timeout_s=20, network={"faults": [{"pe": 1, "peer": 0}]}
+        )
+        with pytest.raises(NetworkError) as failed:
+            world.run(program, 64)
+        text = str(failed.value)
+        assert re.search(rf"mlx5, PE 1 to PE 0: queue pair 0x\w+, request 0: status 0x15.*, in {PUT_NAME}", text)
 
 
 def test_a_record_has_no_name_of_an_earlier_one() -> None:

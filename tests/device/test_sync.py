@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
 import torch
 
-from mori_triton import abi
+from mori_triton import abi, emulator
 from mori_triton.device.launch import launch
 from tests.device import kernels
 from tests.device.pes import Pes
@@ -238,6 +239,37 @@ def test_barrier_all_of_any_number_of_pes_again_and_again(arch: str, n: int) -> 
         epoch = 2 * rounds * launches
         steps = (n - 1).bit_length()
         assert words.tolist() == [epoch] * steps + [0] * (abi.BARRIER_WORDS - 1 - steps) + [epoch]
+
+
+def test_barriers_that_two_streams_of_a_pe_call_in_turn() -> None:
+    """A stream of the emulated device is a thread that launches; who is next waits for the other one's kernel."""
+    n, rounds, launches = 3, 2, 6
+    pes = Pes(n, "gfx1201")
+
+    def program(pe: int, ctx) -> list[int]:
+        device, words = emulator.current_device(), pes.view(pe, SIG, n, torch.int64)
+        bads = [torch.full((1,), -99, dtype=torch.int32) for _ in range(launches)]
+        begun = [threading.Event() for _ in range(launches + 1)]
+        begun[0].set()
+
+        def stream(first: int) -> None:
+            emulator.set_device(device)
+            for i in range(first, launches, 2):
+                assert begun[i].wait(30)
+                launch(kernels.barrier_kernel, (1,), ctx, words, bads[i], rounds, num_warps=1)
+                begun[i + 1].set()
+
+        streams = [threading.Thread(target=stream, args=(first,)) for first in range(2)]
+        for thread in streams:
+            thread.start()
+        for thread in streams:
+            thread.join()
+        return [int(bad[0]) for bad in bads]
+
+    assert pes.run(program) == [[0] * launches] * n
+    for pe in range(n):
+        assert int(pes.view(pe, 0, abi.BARRIER_WORDS, torch.int64)[-1]) == 2 * rounds * launches
+        assert pes.count(pe) == 0
 
 
 def test_a_barrier_that_misses_a_pe_ends_and_names_it() -> None:
