@@ -20,7 +20,7 @@ from mori_triton import local_world, ops
 from mori_triton.errors import ArgumentError
 from tests import verify_rdna4_ep
 from tests.ops import rdna4_checks as checks
-from tests.ops.rdna4_checks import Point, Sent, draw, run_point, sent_of
+from tests.ops.rdna4_checks import Point, draw, run_point, sent_of
 
 pytestmark = pytest.mark.cpu
 
@@ -79,27 +79,11 @@ def test_a_point_of_the_matrix(point: Point) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_small_points_under_a_seed_in_weak_memory(seed: int) -> None:
+def test_a_small_point_under_a_seed_in_weak_memory(seed: int) -> None:
     # short rows, few tokens: one thing runs at a time there
-    point = (Point(2, "bf16", 8, 64, 5), Point(4, "fp16", 33, 64, 4, weights=False))[seed]
-    world = local_world(
-        point.world_size, arch="gfx1201", heap_size=checks.heap_bytes(point), seed=seed, weak_memory=True
-    )
+    point = Point(2, "bf16", 8, 64, 5)
+    world = local_world(2, arch="gfx1201", heap_size=checks.heap_bytes(point), seed=seed, weak_memory=True)
     world.run(run_point, point, sent_of(point, seed, 2))
-
-
-def many_rounds(pe: int, point: Point, sent: list[list[Sent]], rounds: int) -> None:
-    life = checks.Life(point, pe)
-    for index in range(rounds):
-        life.rounds([sent[index % len(sent)]], double=index % 7 == 3)
-    life.op.close()
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_two_hundred_rounds_on_one_op(world_size: int) -> None:
-    point = Point(world_size, "bf16", 8, 64, 6)
-    sent = [everyone for seed in range(3) for everyone in sent_of(point, seed, 3)]
-    local_world(world_size, arch="gfx1201", heap_size=checks.heap_bytes(point)).run(many_rounds, point, sent, 200)
 
 
 # -------------------------------------------------------------------------------------------------- that the checks see
@@ -197,7 +181,7 @@ def test_the_command_without_variables_is_the_whole_matrix() -> None:
 
 
 TINY = {
-    "VERIFY_WORLD_SIZE": "2", "VERIFY_TOPKS": "8", "VERIFY_HIDDEN_SIZES": "64", "VERIFY_CAPACITIES": "6",
+    "VERIFY_WORLD_SIZE": "2", "VERIFY_TOPKS": "8", "VERIFY_HIDDEN_SIZES": "64", "VERIFY_CAPACITIES": "5",
     "VERIFY_DTYPES": "bf16", "VERIFY_DEVICE": "cpu",
 }  # fmt: skip
 
@@ -225,7 +209,7 @@ def test_a_wrong_point_is_named_and_the_status_is_1(
         monkeypatch.setenv(name, value)
     assert verify_rdna4_ep.main() == 1
     said = capsys.readouterr().out
-    assert "wrong: EP2-bf16-k8-h64-M6-weights: " in said
+    assert "wrong: EP2-bf16-k8-h64-M5-weights: " in said
     assert "1 of 2 right" in said
     monkeypatch.setenv("VERIFY_TOPKS", "0")
     assert verify_rdna4_ep.main() == 2
