@@ -152,16 +152,16 @@ def run_experts(pe: int, rows: torch.Tensor, out: torch.Tensor, num_rows: int) -
 
 def poison(op: ops.EpDispatchCombineOp) -> None:
     """Set every bit of what a round writes: NaNs, and ids and sources of -1."""
-    for name in (
-        "recv_tokens",
-        "recv_weights",
-        "recv_scales",
-        "recv_indices",
-        "recv_sources",
-        "combine_in",
-        "combine_out",
-    ):
-        op._buffers.view(name, torch.uint8, op._layout[name].num_bytes).fill_(_POISON)
+    for region in op._layout.regions:
+        if region.name in _WRITTEN:
+            op._buffers.view(region.name, torch.uint8, region.num_bytes).fill_(_POISON)
+
+
+# of whichever pipeline
+_WRITTEN = (
+    "recv_tokens", "recv_weights", "recv_scales", "recv_indices", "recv_sources",
+    "combine_in", "combine_out", "staging",
+)  # fmt: skip
 
 
 def check_dispatch(

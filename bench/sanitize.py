@@ -25,6 +25,7 @@ from bench.problem import Inputs, Problem
 from bench.report import console
 from mori_triton import ops
 from mori_triton.host import state as host_state
+from mori_triton.ops import dispatch_combine_v2 as v2
 
 # 2049 elements a row: pieces that are not full, and rows that are not aligned to 16 bytes
 BASE = Problem(1, 9, hidden=2056, top_k=3, experts=12, seed=5)
@@ -40,6 +41,9 @@ VARIANTS: dict[str, Problem] = {
     "fp8_blockwise": replace(BASE, fields=(("quant_type", "fp8_blockwise"),)),
     "fp4_blockwise": replace(BASE, fields=(("quant_type", "fp4_blockwise"),)),
 }
+# a variant of 2 or of 4 PEs, whatever is asked for
+RDNA4 = replace(BASE, kernel_type="IntraNodeRDNA4")
+RDNA4_PES = (2, 4)
 # their dispatch exchanges counts, so even its sending half waits for every PE
 SENDS_WAIT = ("deterministic",)
 
@@ -131,6 +135,29 @@ class Pe:
         problem.check_combine(self.problem, self.mine, combined)
 
 
+def run_staged(device: str) -> None:
+    """A round of an EPv2 op on one PE: its dispatch waits. Every element compared; experts give back what they got."""
+
+    def program(pe: int) -> None:
+        mine = problem.inputs(BASE, pe, host_state.current().heap.ctx.device)
+        config = v2.EpDispatchCombineConfig(
+            rank=pe, world_size=1, hidden_dim=BASE.hidden, max_num_inp_token_per_rank=BASE.tokens,
+            num_experts_per_rank=BASE.experts, num_experts_per_token=BASE.top_k, scale_dim=5, scale_type_size=4,
+        )  # fmt: skip
+        scales = torch.arange(5.0 * BASE.tokens, device=mine.tokens.device).view(BASE.tokens, 5)
+        with v2.EpDispatchCombineOp(config) as op:
+            out = op.dispatch(mine.tokens, mine.weights, scales, mine.indices, return_routing=True)
+            total, routing = int(out[4]), out[5]
+            source = op.get_dispatch_src_token_pos()[:total].long()
+            for got, given in zip(out[:4], (mine.tokens, mine.weights, scales, mine.indices), strict=True):
+                assert torch.equal(got[:total], given[source])
+            combined, weights = op.combine(out[0], True, routing=routing)
+            assert torch.equal(combined, mine.tokens)
+            assert torch.equal(weights, mine.weights)
+
+    mori.local_world(1, device=device, heap_size=BASE.heap_bytes(), timeout_s=120.0).run(program)
+
+
 def run_world(num_pes: int, this: Problem, device: str, split: bool) -> None:
     """One variant on `num_pes` PEs; raises AssertionError on a wrong element."""
     shared: dict[int, Inputs] = {}
@@ -147,18 +174,21 @@ def main(
     concurrent: Annotated[bool, typer.Option(help="several PEs make the calls that wait too")] = False,
 ) -> None:
     """Run every variant on every world size once; nothing is timed but the whole."""
-    for num_pes in map(int, pes.split(",")):
-        for name, this in VARIANTS.items():
-            if only not in name:
+    worlds = [(num_pes, name) for num_pes in map(int, pes.split(",")) for name in VARIANTS]
+    for num_pes, name in [*worlds, *((num_pes, "RDNA4") for num_pes in RDNA4_PES)]:
+        if only not in name:
+            continue
+        modes = [True, False] if concurrent else [num_pes > 1]
+        for split in modes:
+            if split and name in SENDS_WAIT:
                 continue
-            modes = [True, False] if concurrent else [num_pes > 1]
-            for split in modes:
-                if split and name in SENDS_WAIT:
-                    continue
-                start = time.perf_counter()
-                run_world(num_pes, this, device, split)
-                how = "split calls" if split else "whole calls"
-                console().print(f"{num_pes} PEs, {name}, {how}: right ({time.perf_counter() - start:.1f} s)")
+            start = time.perf_counter()
+            run_world(num_pes, RDNA4 if name == "RDNA4" else VARIANTS[name], device, split)
+            how = "split calls" if split else "whole calls"
+            console().print(f"{num_pes} PEs, {name}, {how}: right ({time.perf_counter() - start:.1f} s)")
+    if only in "EPv2":
+        run_staged(device)
+        console().print("1 PE, EPv2: right")
 
 
 if __name__ == "__main__":

@@ -2,49 +2,60 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
-from bench import profile_kernels, sanitize
+from bench import problem, profile_kernels, sanitize
 from mori_triton import ops
-from mori_triton.ops import config, plans
+from mori_triton.device.prepared import recording
+from mori_triton.inspect.kernels import entry_kernels
+from mori_triton.ops import config
 
 pytestmark = [pytest.mark.cpu, pytest.mark.slow]
 
 
-def kernels_of_ops() -> set[str]:
-    """Every kernel under `ops/kernels`."""
-    names = set()
-    for path in (Path(ops.__file__).parent / "kernels").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
-                names.add(node.name)
-    return names
+def ask_only(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Let the run go through its calls without compiling or launching; the names of the kernels that it asks for."""
+    asked: set[str] = set()
+    run = sanitize.Pe.run
+
+    def record(pe: sanitize.Pe) -> None:
+        with recording() as found:
+            run(pe)
+        asked.update(one.kernel.__name__ for one in found)
+
+    monkeypatch.setattr(sanitize.Pe, "run", record)
+    # nothing is computed, so there is nothing to compare
+    for name in ("check_dispatch", "check_combine"):
+        monkeypatch.setattr(problem, name, lambda *args, **named: None)
+    unwritten = lambda config, *args: torch.full((config.num_experts_per_rank,), -1, dtype=torch.int32)  # noqa: E731
+    monkeypatch.setattr(ops, "local_expert_count_torch", unwritten)
+    # what is kept in it was only asked for; the package shows the function of that name
+    monkeypatch.setattr(importlib.import_module("mori_triton.ops.local_expert_count"), "_prepared", {})
+    return asked
 
 
 def test_every_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared: set[str] = set()
-    # the package shows the function of that name
-    counting = importlib.import_module("mori_triton.ops.local_expert_count")
-    monkeypatch.setattr(counting, "_prepared", {})
-    for module in (plans, counting):
-        true = module.prepare
-
-        def prepare(kernel: Any, *args: Any, true: Any = true, **named: Any) -> Any:
-            prepared.add(kernel.__name__)
-            return true(kernel, *args, **named)
-
-        monkeypatch.setattr(module, "prepare", prepare)
+    asked = ask_only(monkeypatch)
     for this in sanitize.VARIANTS.values():
         sanitize.run_world(1, this, "cpu", split=False)
     sanitize.run_world(3, sanitize.VARIANTS["bf16"], "cpu", split=True)
-    sanitize.run_world(2, sanitize.VARIANTS["IntraNodeLL"], "cpu", split=True)
-    assert prepared == kernels_of_ops()
-    assert len(prepared) >= 10
+    for num_pes in sanitize.RDNA4_PES:
+        sanitize.run_world(num_pes, sanitize.RDNA4, "cpu", split=True)
+    assert asked == entry_kernels(Path(ops.__file__).parent / "kernels")
+    assert len(asked) >= 14
+
+
+@pytest.mark.parametrize(("num_pes", "name", "split"), [(1, "bf16", False), (2, "RDNA4", True)])
+def test_the_run_is_right(num_pes: int, name: str, split: bool) -> None:
+    sanitize.run_world(num_pes, {**sanitize.VARIANTS, "RDNA4": sanitize.RDNA4}[name], "cpu", split)
+
+
+def test_the_run_of_plans_is_right() -> None:
+    sanitize.run_staged("cpu")
 
 
 def test_the_run_for_a_profiler(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,6 +66,6 @@ def test_the_run_for_a_profiler(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_codec_and_kernel_type_has_a_variant() -> None:
     fields = [dict(this.fields) for this in sanitize.VARIANTS.values()]
     assert {f.get("quant_type", "none") for f in fields} == set(config.QUANT_TYPES)
-    kinds = {this.kernel_type for this in sanitize.VARIANTS.values()}
+    kinds = {this.kernel_type for this in (*sanitize.VARIANTS.values(), sanitize.RDNA4)}
     assert kinds == {kind.name for kind in ops.SUPPORTED_KERNEL_TYPES}
     assert set(sanitize.SENDS_WAIT) <= set(sanitize.VARIANTS)
