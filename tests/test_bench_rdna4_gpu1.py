@@ -1,4 +1,4 @@
-"""The RDNA4 op and its benchmark on one GPU: the selection of `test_rdna4_matrix`, and a small run; no time asserted."""
+"""The RDNA4 op and its benchmark on one GPU: the selection of `test_rdna4_matrix`, and a small run, untimed."""
 
 from __future__ import annotations
 
