@@ -38,12 +38,14 @@ OTHERS = {
         "swap": f"global_atomic_swap_b64 v[30:31], v10, v[20:21], s[4:5] offset:{OFFSET} th:TH_ATOMIC_RETURN",
         "scalar": "s_load_b32 s20, s[4:5], 8\ns_load_b256 s[24:31], s[4:5], 8",
         "local": "ds_store_b32 v14, v20\nds_load_b32 v20, v14\nds_add_u32 v14, v20",
+        "transfer": f"global_load_tr_b128 v[20:23], v10, s[4:5] offset:{OFFSET}",
     },
     "gfx942": {
         "add": f"global_atomic_add v10, v20, s[4:5] offset:{OFFSET}",
         "swap": f"global_atomic_swap_x2 v[30:31], v10, v[20:21], s[4:5] offset:{OFFSET} sc0",
         "scalar": "s_load_dword s20, s[4:5], 8\ns_load_dwordx8 s[24:31], s[4:5], 8",
         "local": "ds_write_b32 v14, v20\nds_read_b32 v20, v14\nds_add_u32 v14, v20",
+        "transfer": f"s_mov_b32 m0, 0\nglobal_load_lds_dword v10, s[4:5] offset:{OFFSET}",
     },
 }
 NUM_PES = 3
@@ -156,6 +158,18 @@ def test_scalar_loads_count_once_and_lds_never(programs):
     counted.wave.set_lds(lds)
     counted.wave.v[14] = np.arange(counted.W) * 0
     assert counted.run("local", (1 << counted.W) - 1) == {}
+
+
+def test_transposing_loads_and_copies_to_lds_are_loads(programs):
+    """Every lane takes part in a transposing load; a copy to LDS loads a word for each active lane."""
+    counted = Counted(programs[1])
+    transposes = counted.W == 32
+    size, mask = (16, 1) if transposes else (4, 0xF0F)
+    prepare(counted.wave, counted.memory, 1000, np.arange(counted.W) * size, 4096)
+    counted.wave.set_lds(np.zeros(512, np.uint8))
+    lanes = range(counted.W) if transposes else np.flatnonzero(active(mask, counted.W))
+    want = expected([counted.memory.ctypes.data + 1000 + size * int(l) for l in lanes], size, counted.owner)
+    assert counted.run("transfer", mask) == {(pe, 0): numbers for pe, numbers in want.items()}
 
 
 # ------------------------------------------------------------------------------------------------------------- worlds
