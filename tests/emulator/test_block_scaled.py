@@ -8,6 +8,7 @@ from . import block_scaled_kernels as kernels
 from .test_isa_formats import factor
 from .test_isa_matrix import number
 from .test_triton_kernels import ARCHS, archs, nan, on
+from .test_tutorials import IS_36
 
 pytestmark = pytest.mark.cpu
 __all__ = ["on"]
@@ -80,6 +81,8 @@ def check_product(a_form, b_form, M, N, K, num_warps, block=32, scale_form="E8")
 )
 def test_dot_scaled(on, a_form, b_form, native):
     """Where both have scales, one instruction; else scaled conversions to the other's format."""
+    if IS_36 and on == "gfx1250" and not native:
+        pytest.skip("Triton 3.6 cannot lower it")
     text = check_product(a_form, b_form, 64, 64, 128, 4).asm["amdgcn"]
     assert ("f8f6f4" in text) == native
     assert ("v_cvt_scale" in text) != native
@@ -88,6 +91,8 @@ def test_dot_scaled(on, a_form, b_form, native):
 @archs("gfx1250")
 @pytest.mark.parametrize(("block", "scale_form"), [(16, "E4M3"), pytest.param(16, "E8", marks=SLOW)])
 def test_dot_scaled_of_blocks_of_16(on, block, scale_form):
+    if IS_36:
+        pytest.skip("Triton 3.6 has no blocks of 16 on AMD's GPUs")
     text = check_product("e2m1", "e2m1", 32, 32, 128, 1, block, scale_form).asm["amdgcn"]
     assert "v_wmma_scale16_f32_16x16x128_f8f6f4" in text
 

@@ -7,10 +7,12 @@ import pytest
 import torch
 import triton
 
+from mori_triton import emulator
 from mori_triton.errors import UnsupportedInstruction
 
 from . import user_kernels as kernels
 from .test_triton_kernels import ARCHS, archs, assert_within, integers, nan, on, random
+from .test_tutorials import IS_36
 
 pytestmark = pytest.mark.cpu
 __all__ = ["on"]
@@ -120,8 +122,8 @@ def test_tensor_descriptors(on):
 
 def test_tensor_descriptors_of_gfx1250_are_refused():
     """They are copies by an engine of its own there."""
-    from mori_triton import emulator
-
+    if IS_36:
+        pytest.skip("Triton 3.6 makes ordinary loads of them")
     active = emulator.activate("gfx1250")
     try:
         triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8))
