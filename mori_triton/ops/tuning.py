@@ -62,7 +62,7 @@ _EMULATED_LL = replace(_EMULATED, route_tokens=2)
 # 1024 where rows are long. More: whole tokens, in steps of these sizes
 _EMULATED_RDNA4 = replace(_EMULATED, route_tokens=4)
 _GPU_RDNA4 = EpLaunchConfig(
-    num_programs=NO_LIMIT, piece_bytes=4096, num_warps=4, route_tokens=4, route_warps=4,
+    num_programs=NO_LIMIT, piece_bytes=4096, num_warps=8, route_tokens=4, route_warps=4,
     stage_programs=2048, stage_piece_bytes=4096, stage_warps=4,
 )  # fmt: skip
 RDNA4_FEW_TOKENS = 256
@@ -138,10 +138,11 @@ def _built_in(device_type: str, phase: str, num_tokens: int, row_bytes: int, ker
 
 def _built_in_rdna4(device_type: str, phase: str, num_tokens: int, row_bytes: int) -> EpLaunchConfig:
     shape = _EMULATED_RDNA4 if device_type == "cpu" else _GPU_RDNA4
-    if num_tokens > RDNA4_FEW_TOKENS:
-        return shape
     if phase == "dispatch":
-        return replace(shape, num_programs=min(shape.num_programs, _RDNA4_FEW_PROGRAMS))
+        few = num_tokens <= RDNA4_FEW_TOKENS
+        return replace(shape, num_programs=min(shape.num_programs, _RDNA4_FEW_PROGRAMS)) if few else shape
+    if num_tokens > RDNA4_FEW_TOKENS:
+        return shape if device_type == "cpu" else replace(shape, num_warps=4)
     tile = 2048 if row_bytes >= _RDNA4_LONG_ROW else 1024
     # 16 bytes a thread, on waves of 64 too
     warps = tile // 1024

@@ -10,12 +10,14 @@ import dataclasses
 import hashlib
 import importlib.util
 import inspect
+import os
 import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import llvmlite.binding as llvm
+import triton
 
 from mori_triton import bitcode
 
@@ -82,9 +84,9 @@ class Library:
                 found += [Mutant(name, number, line, new, frozenset(users)) for new in weakenings(line)]
         return found
 
-    def write(self, mutant: Mutant, folder: Path) -> Path:
+    def write(self, mutant: Mutant) -> Path:
         """The library as text with one line changed; the name holds a hash of it, as caches of older Triton see names
-        only.
+        only. It lies with Triton's cache: who finds a kernel there finds the library that it was linked with too.
         """
         body = self.bodies[mutant.function]
         lines = body.splitlines()
@@ -96,8 +98,14 @@ class Library:
         llvm.parse_assembly(text).verify()
         # without words that llvmlite's LLVM has learnt since Triton 3.6, whose LLVM cannot read its bitcode either
         data = re.sub(r" nocreateundeforpoison|, target_mem\d: none", "", text).encode()
+        folder = Path(triton.knobs.cache.dir, "weakened")
+        folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"libmori_shmem_device_{hashlib.sha256(data).hexdigest()[:12]}.bc"
-        path.write_bytes(data)
+        # another process may be reading it
+        part = path.with_suffix(f".{os.getpid()}")
+        # with its own path in it: a kernel that Triton finds for these contents was linked with this file
+        part.write_bytes(data + f"\n; {path}\n".encode())
+        part.replace(path)
         return path
 
 

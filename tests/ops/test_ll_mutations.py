@@ -148,10 +148,10 @@ def test_the_protocol_as_it_is(arch: str, bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("mutant", BITCODE_MUTANTS, ids=str)
-def test_weakened_library(mutant: Mutant, bench: Bench, tmp_path: Path) -> None:
+def test_weakened_library(mutant: Mutant, bench: Bench) -> None:
     for arch in ARCHS:
         bench.original(arch)
-    bench.library, bench.users = LIBRARY.write(mutant, tmp_path), mutant.users
+    bench.library, bench.users = LIBRARY.write(mutant), mutant.users
     try:
         caught, differs = bench.hunt()
     finally:

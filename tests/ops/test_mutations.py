@@ -304,8 +304,8 @@ def hunt(bench: Bench, originals: Originals) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("mutant", BITCODE_MUTANTS, ids=str)
-def test_weakened_library(mutant: Mutant, bench: Bench, originals: Originals, tmp_path: Path) -> None:
-    bench.library, bench.users = library().write(mutant, tmp_path), mutant.users
+def test_weakened_library(mutant: Mutant, bench: Bench, originals: Originals) -> None:
+    bench.library, bench.users = library().write(mutant), mutant.users
     try:
         caught, differs = hunt(bench, originals)
     finally:

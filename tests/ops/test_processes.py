@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import multiprocessing.connection
 import time
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.ops.cases import Case, check_case, run_case
+from tests.ops.test_rdna4 import EP2
 
 pytestmark = pytest.mark.cpu
 
@@ -72,4 +74,4 @@ def test_one_process_per_pe(num_pes: int, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_d6_processes_end_well_when_one_finalizes_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody unmaps what a peer may still read, however far apart they come to the end."""
-    run_processes(2, [Case(num_pes=2, rounds=2)], monkeypatch, late_s=0.3)
+    run_processes(2, [Case(num_pes=2, rounds=2), dataclasses.replace(EP2, rounds=2)], monkeypatch, late_s=0.3)
