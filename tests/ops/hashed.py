@@ -258,16 +258,18 @@ def all_sources(op: ops.EpDispatchCombineOp) -> torch.Tensor:
 
 
 def poison(op: ops.EpDispatchCombineOp) -> None:
-    """Fill what peers write or read with ones, all bits. Collective."""
-    for name in (
+    """Fill what peers write or read with ones, all bits; of the buffers that the op has. Collective."""
+    here = {region.name for region in op._layout.regions}
+    for name in here & {
         "recv_tokens",
         "recv_weights",
         "recv_scales",
         "recv_indices",
         "recv_sources",
+        "staging",
         "combine_in",
         "combine_out",
-    ):
+    }:
         op._buffers.view(name, torch.uint8, op._layout[name].num_bytes).fill_(255)
     state = host_state.current()
     state.driver.synchronize()

@@ -83,8 +83,10 @@ def matrix_program(pe: int, problem: Problem) -> tuple[int, int]:
         host_state.current().bootstrap.barrier("looked")
     # slots that no round has used
     untouched = 0
-    for name in ("recv_tokens", "recv_weights", "recv_scales", "recv_indices", "recv_sources"):
-        num_bytes = op._layout[name].num_bytes // op.config.max_recv
+    for region in op._layout.regions:
+        name = region.name
+        received = name in ("recv_tokens", "recv_weights", "recv_scales", "recv_indices", "recv_sources")
+        num_bytes = region.num_bytes // op.config.max_recv if received else 0
         if num_bytes:
             rows = op._buffers.view(name, torch.uint8, op.config.max_recv, num_bytes)
             rest = rows.view(-1)[max(highest) * used_bytes(problem, name) :]
