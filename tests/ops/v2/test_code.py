@@ -21,6 +21,7 @@ pytestmark = pytest.mark.compile
 
 HIDDEN, TOP_K, SCALES = 7168, 8, 56
 PES, MOST = 32, 8192
+DEFAULT = ("gfx1250", "sm_90")
 OWN_MEMORY = r"^\s*(\.bss|\.comm|\.section\s+\.(bss|data)|(\.visible )?\.global \.)"
 
 
@@ -61,7 +62,9 @@ def text_of(built: Any, arch: str) -> str:
     return built.asm["ptx" if arch.startswith("sm_") else "amdgcn"]
 
 
-@pytest.mark.parametrize("arch", sorted(TARGETS))
+@pytest.mark.parametrize(
+    "arch", [pytest.param(arch, marks=[] if arch in DEFAULT else [pytest.mark.slow]) for arch in sorted(TARGETS)]
+)
 def test_ep32_with_8192_tokens_compiles(arch: str, asked: dict[str, Asked]) -> None:
     layout = staging_layout(PES, 0, 4 * SCALES, MOST)
     assert layout.num_bytes > 3 << 30
