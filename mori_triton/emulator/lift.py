@@ -50,7 +50,7 @@ class Lifter(Vector, Scalar, Transfers):
         for i, ins in enumerate(insts):
             if _BRANCH.match(isa.canonical(ins.mn)):
                 found.add(i + 1)
-            if _MEMORY.match(ins.mn) and not ins.mn.startswith("scratch"):
+            if (_MEMORY.match(ins.mn) and not ins.mn.startswith("scratch")) or ins.mn.startswith("tensor_"):
                 found.add(i)
         return sorted(x for x in found if x < len(insts))
 

@@ -22,7 +22,7 @@ from mori_triton.emulator.state import (
 )
 
 _SYMBOL = re.compile(r"([\w.$]+)@(rel32|gotpcrel32|rel64|gotpcrel|abs32)(?:@(lo|hi))?(?:([+-]\d+))?$")
-_TO_LDS = re.compile(r"\blds\b|_lds_")
+_TO_LDS = re.compile(r"\blds\b|_lds_|tensor_")
 # of a long branch: to a label, from the label behind its s_getpc
 _DISTANCE = re.compile(r"\(([\w.$]+)-([\w.$]+)\)(&4294967295|>>32)$")
 APERTURES = {"src_shared_base": SHARED_BASE, "src_private_base": PRIVATE_BASE}

@@ -162,7 +162,7 @@ class Machine:
         kind, index = wave.get(lay.FAULT) & 0xFFFFFFFF, wave.get(lay.FAULT_PC) & 0xFFFFFFFF
         where = wave.describe(index)
         bad = wave.get(lay.FAULT_ADDR)
-        if kind in (4, 7, 8):
+        if kind in (4, 7, 8, lay.UNKNOWN_COPY):
             return launch, KernelFault(f"{lay.FAULTS[kind]}: {where}")
         near = f"; {launch.nearest(bad)}" if kind in (1, 3) else ""
         size = wave.get(lay.FAULT_SIZE)

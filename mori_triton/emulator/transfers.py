@@ -10,7 +10,7 @@ import re
 from mori_triton.emulator.accesses import ADDRESS, BASE_AND_OFFSET, BUFFER, BUFFER_OFFSET, LOADS, LOCAL
 from mori_triton.emulator.asm import Inst
 from mori_triton.emulator.ir import Fn, Val
-from mori_triton.emulator.memory import Memory
+from mori_triton.emulator.tensor_copies import TensorCopies
 
 # gfx950, gfx1250, gfx1201: bits of a lane, bits of an element
 _TRANSPOSE = re.compile(r"load_(?:b(?P<b1>\d+)_tr_b(?P<e1>\d+)|tr(?P<e2>\d+)_b(?P<b2>\d+)|tr_b(?P<b3>\d+))$")
@@ -40,7 +40,7 @@ def source_lane(lane: Val, element: int, bits: int, wave: int) -> Val:
     return (lane & 16) | ((lane & 8) >> 1) | (element & 3) | (element & 4) << 1
 
 
-class Transfers(Memory):
+class Transfers(TensorCopies):
     """Part of the lifter."""
 
     def transfer(self, ins: Inst, base: str) -> bool:
@@ -51,6 +51,9 @@ class Transfers(Memory):
             size = int(m["b1"] or m["b2"] or m["b3"])
             bits = int(m["e1"] or m["e2"] or (16 if size == 128 else 8))
             self.transposing_load(ins, space, size, bits)
+            return True
+        if base in ("tensor_load_to_lds", "tensor_store_from_lds"):
+            self.tensor_copy(ins, load=base == "tensor_load_to_lds")
             return True
         m = _TO_LDS.match(base)
         if m and (m[1] or (m[3] and "lds" in ins.mods)):

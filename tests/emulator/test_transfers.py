@@ -158,7 +158,6 @@ def test_lds_is_checked():
         ("gfx942", "buffer_load_ushort v0, s[0:3], 0 offen lds"),
         ("gfx1250", "ds_load_tr4_b64 v[0:1], v3"),
         ("gfx1250", "global_store_async_from_lds_b128 v[0:1], v3, off"),
-        ("gfx1250", "tensor_load_to_lds s[0:3], s[4:11]"),
     ],
 )
 def test_refused(arch, line):

@@ -7,12 +7,10 @@ import pytest
 import torch
 import triton
 
-from mori_triton import emulator
 from mori_triton.errors import UnsupportedInstruction
 
 from . import user_kernels as kernels
 from .test_triton_kernels import ARCHS, archs, assert_within, integers, nan, on, random
-from .test_tutorials import IS_36
 
 pytestmark = pytest.mark.cpu
 __all__ = ["on"]
@@ -112,25 +110,12 @@ def test_random_numbers(on):
     assert abs(float(normal.std()) - 1) < 5 / (2 * 1024) ** 0.5
 
 
-@first("gfx1201", "gfx942", "gfx950")
+@first("gfx1250")
 def test_tensor_descriptors(on):
     x, y = random(40, 72), nan(72, 40)
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8))
     kernels.transpose[(2, 3)](x, y, 40, 72, BLOCK=32)
     np.testing.assert_array_equal(y, x.numpy().T)
-
-
-def test_tensor_descriptors_of_gfx1250_are_refused():
-    """They are copies by an engine of its own there."""
-    if IS_36:
-        pytest.skip("Triton 3.6 makes ordinary loads of them")
-    active = emulator.activate("gfx1250")
-    try:
-        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8))
-        with pytest.raises(UnsupportedInstruction, match="tensor_load_to_lds"):
-            kernels.transpose[(2, 3)](random(40, 72), nan(72, 40), 40, 72, BLOCK=32)
-    finally:
-        active.deactivate()
 
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
