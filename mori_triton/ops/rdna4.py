@@ -115,9 +115,9 @@ def combine_steps(call: CombineCall) -> tuple[list[Step], list[Step]]:
         rdna4_push_kernel, grid(call.num_rows, shape.stage_piece_bytes, shape.stage_programs),
         call.ctx, call.view("payload_bases"), call.given("rows"), call.given("sources"), call.given("total"),
         call.view("staging"), call.view("staging_weights"), call.view("combine_signals"), call.view("control"),
-        k, call.num_rows, config.max_num_inp_token_per_rank, int(keeps_own), weights,
-        **_ids(call), ROW_UNITS=row_bytes // from_align, ALIGN=from_align,
-        BLOCK=shape.stage_piece_bytes // min(from_align, 4),
+        k, call.num_rows, weights,
+        MAX_TOKENS=config.max_num_inp_token_per_rank, KEEPS_OWN=keeps_own, **_ids(call),
+        ROW_UNITS=row_bytes // from_align, ALIGN=from_align, BLOCK=shape.stage_piece_bytes // min(from_align, 4),
         WAIT=call.wait, TAG=COMBINE_TAG, num_warps=shape.stage_warps, waits=call.wait,
     )  # fmt: skip
     rows = config.world_size * config.max_num_inp_token_per_rank
@@ -125,7 +125,7 @@ def combine_steps(call: CombineCall) -> tuple[list[Step], list[Step]]:
         rdna4_sum_kernel, grid(n, shape.piece_bytes, shape.num_programs),
         call.ctx, call.view("staging", rows, call.hidden, dtype=call.rows.dtype), call.given("forward"),
         call.view("control"), call.out, call.view("combine_out_weights"),
-        n, k, *call.capacity, config.max_num_inp_token_per_rank, call.num_rows,
+        n, k, config.max_recv, config.max_num_inp_token_per_rank, call.num_rows,
         call.given("elements") if keeps_own else None, None if weights is None else call.view("staging_weights"),
         NUM_PES=config.world_size, HIDDEN=call.hidden, ALIGN=align, **_ids(call),
         BLOCK=shape.piece_bytes // call.rows.itemsize, num_warps=shape.num_warps,
