@@ -316,18 +316,14 @@ class EpDispatchCombineOp(EpOpBase):
         if where is None:
             raise StateError(f"{what}: no dispatch came before, and no routing is given")
         n = self._num_tokens if routing is None else routing.cur_rank_num_token
-        region = None
-        if isinstance(input, torch.Tensor) and input.numel() > 0:
-            region = self._buffers.region_of(input.data_ptr())
+        has_rows = isinstance(input, torch.Tensor) and input.numel() > 0
+        region = self._buffers.region_of(input.data_ptr()) if has_rows else None
         in_place = region == "combine_in"
-        key = (
-            what, launch, use_external_inp_buf, region, n, plan_key(input), plan_key(weights), plan_key(indices)
-        )  # fmt: skip
+        key = what, launch, use_external_inp_buf, region, n, plan_key(input), plan_key(weights), plan_key(indices)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plan_combine(
-                key, what == "combine", region, n, use_external_inp_buf, launch, input, weights, indices
-            )
+            brought = input, weights, indices
+            plan = self._plan_combine(key, what == "combine", region, n, use_external_inp_buf, launch, *brought)
         given = {"rows": self._argument(input), "weights": self._argument(weights)}
         if in_place and input.data_ptr() != self._buffers.address("combine_in"):
             require(False, "input", "the registered buffer from its start, or other memory", "a part from within it")
