@@ -141,14 +141,17 @@ def test_c5_a_config_works_or_is_refused(kernel_type: KernelType) -> None:
         for dtype in dtypes:
             case = dataclasses.replace(base, quant=quant, sent=torch.uint8 if dtype is torch.int8 else dtype)
             table[quant, dtype] = accepted(case, kernel_type=kernel_type, data_type=dtype, max_token_type_size=8)
-    works = kernel_type in (KernelType.IntraNode, KernelType.IntraNodeLL)
+    quants, payloads = {
+        KernelType.IntraNode: (QUANT_TYPES, PAYLOAD_DTYPES),
+        KernelType.IntraNodeLL: (QUANT_TYPES, PAYLOAD_DTYPES),
+        KernelType.IntraNodeRDNA4: (("none",), (torch.bfloat16, torch.float16)),
+    }.get(kernel_type, ((), ()))
     for (quant, dtype), taken in table.items():
-        assert taken == (works and quant in QUANT_TYPES and dtype in PAYLOAD_DTYPES), (quant, dtype)
-    if works:
-        # one op of each codec, with every payload dtype in turn as what is sent
-        for i, dtype in enumerate(PAYLOAD_DTYPES):
-            quant = QUANT_TYPES[i % len(QUANT_TYPES)]
-            run(dataclasses.replace(base, quant=quant, sent=dtype, config=(("kernel_type", kernel_type),)))
+        assert taken == (quant in quants and dtype in payloads), (quant, dtype)
+    # one op of each codec, with every payload dtype in turn as what is sent
+    for i, dtype in enumerate(payloads):
+        quant = quants[i % len(quants)]
+        run(dataclasses.replace(base, quant=quant, sent=dtype, config=(("kernel_type", kernel_type),)))
 
 
 def test_what_a_config_with_a_codec_needs() -> None:
