@@ -81,8 +81,6 @@ def test_ep32_with_8192_tokens_compiles(arch: str, asked: dict[str, Asked]) -> N
         spilled = re.search(r"\.vgpr_spill_count: *(\d+)", text)
         assert spilled is None or spilled[1] == "0"
         # the module reserves no memory of its own
-        assert not re.search(
-            r"^\s*(\.bss|\.comm|\.section\s+\.(bss|data)|(\.visible )?\.global \.)", text, re.MULTILINE
-        )
+        assert not re.search(OWN_MEMORY, text, re.MULTILINE)
         preloaded = re.search(r"\.amdhsa_user_sgpr_kernarg_preload_length (\d+)", text)
         assert preloaded is None or int(preloaded[1]) < 30
