@@ -200,7 +200,7 @@ class EpDispatchPlan(EpPlan):
                     stacklevel=3,
                 )
             base, num_bytes = self._default, None
-        address, _ = check_staging(base, num_bytes, layout, arena.device)
+        address = check_staging(base, num_bytes, layout, arena.device)
         # on the emulated device a kernel may touch exactly these bytes
         return host_bytes(address, layout.num_bytes) if arena._on_host else address
 

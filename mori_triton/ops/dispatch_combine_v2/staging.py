@@ -100,10 +100,8 @@ def host_bytes(address: int, num_bytes: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_ubyte * num_bytes).from_address(address), dtype=torch.uint8)
 
 
-def check_staging(
-    base: Any, num_bytes: int | None, layout: EpBufferLayout, device: torch.device
-) -> tuple[int, torch.Tensor | None]:
-    """(address, the tensor to be kept alive if there is one) of a caller's `staging_base`.
+def check_staging(base: Any, num_bytes: int | None, layout: EpBufferLayout, device: torch.device) -> int:
+    """The address of a caller's `staging_base`.
 
     Args:
         base: a contiguous tensor on `device`, or an address.
@@ -112,17 +110,16 @@ def check_staging(
     Raises:
         StagingError: null, not aligned to `ALIGNMENT`, known to be shorter than the layout, or elsewhere.
     """
-    tensor = base if isinstance(base, torch.Tensor) else None
-    if tensor is not None:
-        if tensor.device != device or not tensor.is_contiguous():
-            raise StagingError(f"staging_base: want contiguous memory on {device}, got {tensor.device}")
-        held = tensor.numel() * tensor.itemsize
+    if isinstance(base, torch.Tensor):
+        if base.device != device or not base.is_contiguous():
+            raise StagingError(f"staging_base: want contiguous memory on {device}, got {base.device}")
+        held = base.numel() * base.itemsize
         num_bytes = held if num_bytes is None else min(num_bytes, held)
-        base = tensor.data_ptr()
+        base = base.data_ptr()
     if not isinstance(base, int) or base <= 0:
         raise StagingError(f"staging_base: want the address of {layout.num_bytes} bytes, got {base!r}")
     if base % ALIGNMENT:
         raise StagingError(f"staging_base: want an address aligned to {ALIGNMENT} bytes, got {base:#x}")
     if num_bytes is not None and num_bytes < layout.num_bytes:
         raise StagingError(f"staging_base: want ep_staging_bytes(...) = {layout.num_bytes} bytes, got {num_bytes}")
-    return base, tensor
+    return base

@@ -77,9 +77,9 @@ def test_bases_that_are_refused() -> None:
     layout, cpu = staging_layout(2, 0, 0, 3), torch.device("cpu")
     buffer = allocate_staging(layout, cpu)
     assert (buffer.data_ptr() % 128, buffer.numel()) == (0, layout.num_bytes)
-    assert check_staging(buffer, None, layout, cpu) == (buffer.data_ptr(), buffer)
-    assert check_staging(buffer.data_ptr(), None, layout, cpu) == (buffer.data_ptr(), None)
-    assert check_staging(buffer.data_ptr(), layout.num_bytes, layout, cpu) == (buffer.data_ptr(), None)
+    assert check_staging(buffer, None, layout, cpu) == buffer.data_ptr()
+    assert check_staging(buffer.data_ptr(), None, layout, cpu) == buffer.data_ptr()
+    assert check_staging(buffer.data_ptr(), layout.num_bytes, layout, cpu) == buffer.data_ptr()
     refused = [
         (0, None, "got 0"),
         (None, None, "got None"),
