@@ -197,7 +197,6 @@ class EpDispatchCombineOp:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            self.close()
-        else:
-            # the peers may be anywhere: nothing collective
-            self.arena.__exit__(kind, error, trace)
+            self._close_plans()
+        # which knows what may be given back after an error
+        self.arena.__exit__(kind, error, trace)

@@ -193,6 +193,7 @@ def test_what_an_op_is_and_refuses() -> None:
             with pytest.raises(ValueError, match=f"comm: want .*{why}"):
                 EpArena(config_of(SMALL, pe), comm)
         op, mine = EpDispatchCombineOp(config_of(SMALL, pe), state), round_of(SMALL, pe, 1)
+        failed = EpDispatchCombineOp(config_of(SMALL, pe))
         assert EpDispatchCombineOp.available_backends() == ("triton",)
         assert op.backend_name == "triton"
         assert {"gather", "scales", "recv_cap"} <= op.capabilities
@@ -213,5 +214,14 @@ def test_what_an_op_is_and_refuses() -> None:
         op.close()
         with pytest.raises(StateError, match="closed"):
             op.dispatch(*given)
+        if pe == 0:
+            state.bootstrap.barrier("the other PE has failed")
+        else:
+            # nothing collective, or the barrier would not be the next that both come to
+            with pytest.raises(ZeroDivisionError), failed:
+                raise ZeroDivisionError
+            with pytest.raises(StateError, match="closed"):
+                failed.dispatch(*given)
+            state.bootstrap.barrier("the other PE has failed")
 
     local_world(2, heap_size="4M").run(program)
