@@ -87,6 +87,19 @@ def test_wrong_arguments_are_refused_before_there_is_a_file(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+def wrong_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = ops.EpDispatchCombineOp.dispatch
+
+    def dispatch(self: Any, *args: Any, **named: Any) -> Any:
+        out = true(self, *args, **named)
+        # others get what they should: they go on where this PE's check ends
+        if self.config.rank == 1:
+            out[0].view(torch.int16)[0, 7] ^= 1
+        return out
+
+    monkeypatch.setattr(ops.EpDispatchCombineOp, "dispatch", dispatch)
+
+
 def wrong_combine(monkeypatch: pytest.MonkeyPatch) -> None:
     true = ops.EpDispatchCombineOp.combine
 
@@ -97,6 +110,17 @@ def wrong_combine(monkeypatch: pytest.MonkeyPatch) -> None:
         return out
 
     monkeypatch.setattr(ops.EpDispatchCombineOp, "combine", combine)
+
+
+def wrong_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = HeapCollectives.all_gather
+
+    def all_gather(self: Any, x: torch.Tensor) -> None:
+        true(self, x)
+        if self.form == "push" and self.state.pe == 0:
+            self.gathered[-1] += 1
+
+    monkeypatch.setattr(HeapCollectives, "all_gather", all_gather)
 
 
 def wrong_sum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +136,12 @@ def wrong_sum(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("plant", "backend", "said"),
-    [(wrong_combine, "mori", "1 of"), (wrong_sum, "dense, pull", "PE 0: dense, pull: sums")],
+    [
+        (wrong_dispatch, "mori", "PE 1: tokens from PE"),
+        (wrong_combine, "mori", "1 of"),
+        (wrong_gather, "dense, push", "PE 0: dense, push: gathered tokens of PE 1"),
+        (wrong_sum, "dense, pull", "PE 0: dense, pull: sums"),
+    ],
 )
 def test_a_wrong_backend_is_found_and_not_timed(
     plant: Any, backend: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

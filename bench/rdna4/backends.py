@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,19 @@ class Team:
         everyone = self.state.bootstrap.allgather(pickle.dumps(value), "bench_rdna4_ep")
         return [pickle.loads(value) for value in everyone]
 
+    def agree(self, compare: Callable[[], None]) -> None:
+        """Run a comparison of each PE's. Collective: what one PE finds wrong, all raise, and none waits for it in vain.
+
+        Raises: AssertionError, that of the first PE that has one.
+        """
+        try:
+            compare()
+            said = None
+        except AssertionError as error:
+            said = str(error) or "wrong"
+        found = next((other for other in self.gather(said) if other), None)
+        assert found is None, found
+
     def meet(self) -> None:
         """Return when everything that PEs have launched is done everywhere."""
         self.state.driver.synchronize()
@@ -60,7 +74,8 @@ class Backend(ABC):
     def pair(self) -> None: ...
 
     @abstractmethod
-    def check(self) -> None: ...
+    def check(self) -> None:
+        """Raises: AssertionError on all PEs, if anything is wrong on any."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -89,7 +104,7 @@ class Op(Backend):
         out = self.op.dispatch(*self.mine.args())
         team.meet()
         sources = self.op.get_dispatch_src_token_pos()
-        checks.check_dispatch(point, rank, self.everyone, out, sources, poisoned=True)
+        team.agree(lambda: checks.check_dispatch(point, rank, self.everyone, out, sources, poisoned=True))
         total = int(out[4])
         for start in range(0, total, checks.CHUNK_ROWS):
             part = slice(start, min(start + checks.CHUNK_ROWS, total))
@@ -99,7 +114,7 @@ class Op(Backend):
         team.meet()
         combined = self.op.combine(self.rows, self.weights, self.mine.ids)
         team.meet()
-        checks.check_combine(point, self.mine, combined, 0)
+        team.agree(lambda: checks.check_combine(point, self.mine, combined, 0))
 
     def close(self) -> None:
         self.op.close()
@@ -127,23 +142,30 @@ class Dense(Backend):
         team.meet()
         shape = team.size, point.capacity, point.hidden
         gathered, partial = wire.gathered.view(shape), wire.partial.view(shape)
+        team.agree(lambda: self._check_gathered(gathered))
         for pe, sent in enumerate(self.everyone):
-            same = torch.equal(gathered[pe].view(torch.int16), sent.tokens.view(torch.int16))
-            assert same, f"PE {team.rank}: {self.name}: gathered tokens of PE {pe} are wrong"
             rows = checks.expert(team.rank, gathered[pe], 0)
             goes = (checks.owners(point, sent.ids) == team.rank).any(1)
             partial[pe] = torch.where(goes[:, None], rows, torch.zeros_like(rows))
         team.meet()
         wire.reduce_scatter()
         team.meet()
+        team.agree(lambda: self._check_sums(wire.out.view(shape[1:])))
+
+    def _check_gathered(self, gathered: torch.Tensor) -> None:
+        for pe, sent in enumerate(self.everyone):
+            same = torch.equal(gathered[pe].view(torch.int16), sent.tokens.view(torch.int16))
+            assert same, f"PE {self.team.rank}: {self.name}: gathered tokens of PE {pe} are wrong"
+
+    def _check_sums(self, out: torch.Tensor) -> None:
+        team, point = self.team, self.point
         owners = checks.owners(point, self.mine.ids)
-        want = torch.zeros(shape[1:], device=team.device)
+        want = torch.zeros(out.shape, device=team.device)
         magnitude = torch.zeros_like(want)
         for pe in range(team.size):
             goes = (owners == pe).any(1)[:, None]
             row = torch.where(goes, checks.expert(pe, self.mine.tokens, 0).float(), 0.0)
             want, magnitude = want + row, magnitude + row.abs()
-        out = wire.out.view(shape[1:])
         if self.exact:
             right = torch.equal(out, want.to(out.dtype))
         else:
