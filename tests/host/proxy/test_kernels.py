@@ -22,7 +22,7 @@ from tests.device import kernels as device_kernels
 from tests.device.pes import SENTINEL, Pes, pattern
 from tests.host.proxy import kernels
 from tests.host.proxy.programs import run_threads
-from tests.host.proxy.test_ring import Ucp
+from tests.host.proxy.ucp_double import Ucp
 from tests.host.proxy.ucx import needs_ucx
 
 pytestmark = pytest.mark.cpu
