@@ -26,7 +26,13 @@ _TOKENS_OF_A_BLOCK = 16
 
 @dataclass(frozen=True)
 class ArenaProblem(ops_config.EpDispatchCombineConfig):
-    """The same problem as the kernels that EPv2 shares with `ops.EpDispatchCombineOp` know it."""
+    """The same problem as the kernels that EPv2 shares with `ops.EpDispatchCombineOp` know it.
+
+    Args:
+        combine_data_type: of combine's rows, which are read as each PE has them: PEs have to agree in it, as in all here.
+    """
+
+    combine_data_type: torch.dtype = torch.bfloat16
 
     @property
     def scale_bytes(self) -> int:
@@ -190,7 +196,7 @@ class EpDispatchCombineConfig:
             scale_dim=self.scale_dim, scale_type_size=self.scale_type_size, max_token_type_size=widest,
             max_num_inp_token_per_rank=self.max_num_inp_token_per_rank,
             num_experts_per_rank=self.num_experts_per_rank, num_experts_per_token=self.num_experts_per_token,
-            max_total_recv_tokens=self.max_total_recv_tokens,
+            max_total_recv_tokens=self.max_total_recv_tokens, combine_data_type=self.combine_dtype,
         )  # fmt: skip
 
 

@@ -260,6 +260,18 @@ def test_configs_that_are_refused(changes: dict[str, Any], named: str) -> None:
     assert isinstance(error.value, ArgumentError)
 
 
+@pytest.mark.parametrize("field", ["hidden_dim", "scale_dim", "combine_data_type"])
+def test_problems_that_differ_among_pes_are_refused_on_every_pe(field: str) -> None:
+    changes = {"hidden_dim": HIDDEN + 8, "scale_dim": 3, "combine_data_type": torch.float16}
+
+    def program(pe: int) -> None:
+        types = {"dispatch_data_type": torch.bfloat16, "combine_data_type": torch.bfloat16, "scale_type_size": 4}
+        with pytest.raises(ArgumentError, match=f"config.{field}: want one value on every PE"):
+            EpArena(config(pe, **types | ({field: changes[field]} if pe == 1 else {})))
+
+    on_each_pe(program)
+
+
 def test_block_counts_beyond_the_staging_extent_are_refused_by_plans_too() -> None:
     def program(pe: int) -> None:
         arena = EpArena(config(pe))
