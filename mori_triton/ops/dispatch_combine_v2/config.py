@@ -13,7 +13,7 @@ import torch
 from mori_triton.errors import require
 from mori_triton.ops import config as ops_config
 from mori_triton.ops.dispatch_combine_v2.staging import MAX_BLOCKS, MAX_TOP_K, scale_stride_bytes
-from mori_triton.ops.tuning import NO_LIMIT, launch_config
+from mori_triton.ops.tuning import launch_config
 
 MAX_WORLD_SIZE = 64
 COMBINE_MODES = ("gather",)
@@ -29,7 +29,7 @@ class ArenaProblem(ops_config.EpDispatchCombineConfig):
     """The same problem as the kernels that EPv2 shares with `ops.EpDispatchCombineOp` know it.
 
     Args:
-        combine_data_type: of combine's rows, which are read as each PE has them: PEs have to agree in it, as in all here.
+        combine_data_type: of the rows that combine sums; its kernels never learn what a peer takes its own for.
     """
 
     combine_data_type: torch.dtype = torch.bfloat16
@@ -125,10 +125,14 @@ class EpDispatchCombineConfig:
             num_bytes = getattr(self, f"{name}_token_nbytes")
             require(num_bytes % 16 == 0, "hidden_dim", f"a multiple of 16 bytes of {name}'s type", f"{num_bytes} bytes")
         check_blocks("dispatch_block_num", self.dispatch_block_num)
+        check_programs("combine_block_num", self.combine_block_num)
+        check_warps("warp_num_per_block", self.warp_num_per_block)
+        check_warps("combine_warp_num_per_block", self.combine_warp_num_per_block)
         most = 0
         for row in self.schedule or ():
             require(len(row) == 3 and row[0] > most, "schedule", "(tokens, blocks, warps), tokens rising", row)
             check_blocks("schedule: blocks", row[1])
+            check_warps("schedule: warps", row[2])
             most = row[0]
 
     @classmethod
@@ -145,7 +149,7 @@ class EpDispatchCombineConfig:
         back = shape("combine", config.combine_token_nbytes, config.combine_dtype)
         settled = {
             "dispatch_block_num": num_blocks(None, most),
-            "combine_block_num": min(back.num_programs, NO_LIMIT),
+            "combine_block_num": back.num_programs,
             "warp_num_per_block": sent.num_warps,
             "combine_warp_num_per_block": back.num_warps,
         }
@@ -208,6 +212,17 @@ def check_blocks(name: str, block_num: int | None) -> None:
     """Raise `ArgumentError` for a number of blocks that the staging buffer has no room for. None: not chosen."""
     fits = block_num is None or (isinstance(block_num, int) and 1 <= block_num <= MAX_BLOCKS)
     require(fits, name, f"in [1, {MAX_BLOCKS}], what the staging buffer has room for, or None", block_num)
+
+
+def check_programs(name: str, block_num: int | None) -> None:
+    """Raise `ArgumentError` for a number of combine's programs that there cannot be. None: not chosen."""
+    fits = block_num is None or (isinstance(block_num, int) and block_num >= 1)
+    require(fits, name, ">= 1 or None", block_num)
+
+
+def check_warps(name: str, warps: int | None) -> None:
+    """Raise `ArgumentError` for a number of a program's warps that there cannot be. None: not chosen."""
+    require(warps in (None, 1, 2, 4, 8, 16), name, "1, 2, 4, 8, 16 or None", warps)
 
 
 def num_blocks(block_num: int | None, num_tokens: int) -> int:

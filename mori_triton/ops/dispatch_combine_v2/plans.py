@@ -20,7 +20,7 @@ from mori_triton.ops.combine import plan_combine
 from mori_triton.ops.config import PAYLOAD_DTYPES
 from mori_triton.ops.dispatch import check_dispatch
 from mori_triton.ops.dispatch_combine_v2.arena import EpArena
-from mori_triton.ops.dispatch_combine_v2.config import check_blocks, num_blocks
+from mori_triton.ops.dispatch_combine_v2.config import check_blocks, check_programs, check_warps, num_blocks
 from mori_triton.ops.dispatch_combine_v2.staging import allocate_staging, check_staging, host_bytes
 from mori_triton.ops.dispatch_combine_v2.steps import StagedCall, send_step, stage_steps
 from mori_triton.ops.plans import Plan, plan_key
@@ -38,8 +38,7 @@ class EpPlan:
 
     def __init__(self, arena: EpArena, block_num: int | None, warp_per_block: int | None) -> None:
         require(isinstance(arena, EpArena), "arena", "an EpArena", type(arena).__name__)
-        warps = (None, 1, 2, 4, 8, 16)
-        require(warp_per_block in warps, "warp_per_block", "1, 2, 4, 8, 16 or None", warp_per_block)
+        check_warps("warp_per_block", warp_per_block)
         self._arena, self._block_num, self._warp_per_block = arena, block_num, warp_per_block
         self._bound: dict[str, Any] = {}
         self._closed = False
@@ -282,8 +281,7 @@ class EpCombinePlan(EpPlan):
 
     def __init__(self, arena: EpArena, *, block_num: int | None = None, warp_per_block: int | None = None) -> None:
         super().__init__(arena, block_num, warp_per_block)
-        fits = block_num is None or (isinstance(block_num, int) and block_num >= 1)
-        require(fits, "block_num", ">= 1 or None", block_num)
+        check_programs("block_num", block_num)
 
     @property
     def info(self) -> dict[str, Any]:
