@@ -14,6 +14,8 @@ from tests.emulator.test_isa_matrix import TINY, TORCH, number
 pytestmark = pytest.mark.cpu
 
 ONE = 127 << 23
+# what destinations hold before
+KEPT = 0xA1B2C3D4
 LARGE = {"f32": (torch.float32, 32), "f16": (torch.float16, 16), "bf16": (torch.bfloat16, 16)}
 TOP = {("fp8", False): 448.0, ("bf8", False): 57344.0, ("fp8", True): 240.0, ("bf8", True): 57344.0}
 
@@ -22,10 +24,10 @@ def encoded(x: np.ndarray, form: str, exponent: np.ndarray) -> np.ndarray:
     """float64 / 2**exponent as codes of the OCP format: nearest even, saturated; bf8 keeps infinities."""
     with np.errstate(all="ignore"):
         scaled = np.ldexp(x, -exponent)
-    limited = np.clip(scaled, -TOP.get((form, False), 0.0), TOP.get((form, False), 0.0))
-    limited = np.where(np.isinf(x) & (form == "bf8"), x, limited)
     if form in TINY:
         return nearest(scaled, form)
+    limited = np.clip(scaled, -TOP[form, False], TOP[form, False])
+    limited = np.where(np.isinf(x) & (form == "bf8"), x, limited)
     return torch.from_numpy(limited).to(TORCH[form, False]).view(torch.uint8).numpy()
 
 
@@ -33,7 +35,8 @@ def nearest(x: np.ndarray, form: str) -> np.ndarray:
     """Codes of 6- or 4-bit floats: the nearest number, of two equally near ones the even code; NaN gives 0."""
     half = 1 << (sum(TINY[form][:2]))
     table = number(np.arange(half, dtype=np.uint64), form)
-    away = np.abs(np.minimum(np.abs(x), table[-1])[..., None] - table) + 1e-9 * (np.arange(half) % 2)
+    # a source has 24 bits: what is not a middle, of which the least is 1/32, is off it by at least 2**-29
+    away = np.abs(np.minimum(np.abs(x), table[-1])[..., None] - table) + 2.0**-30 * (np.arange(half) % 2)
     code = np.argmin(np.where(np.isnan(away), 0.0, away), axis=-1)
     return np.where(np.isnan(x), 0, code + half * np.signbit(x)).astype(np.uint8)
 
@@ -58,6 +61,24 @@ def sources(rng: np.random.Generator, large: str, shape: tuple) -> tuple[np.ndar
     return bits.reshape(shape), number(bits.astype(np.uint64), large).reshape(shape)
 
 
+def narrow_pairs(
+    wave: Wave, rng: np.random.Generator, large: str, span: int, destinations: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Run what converts v0, v1 (or both halves of v0) by v2 into parts of v4 and on, in some lanes.
+
+    The numbers `[2, 64]`, the scales' exponents, in [-span, span), and the lanes that are active.
+    """
+    bits, x = sources(rng, large, (2, 64))
+    wave.v[0], wave.v[1] = (bits[0], bits[1]) if large == "f32" else (bits[0] | bits[1] << np.uint64(16), 0)
+    exponents = rng.integers(-span, span, 64)
+    wave.v[2] = (exponents + 127) << 23 | rng.integers(0, 1 << 23, 64)
+    wave.v[4 : 4 + destinations] = KEPT
+    wave.exec = int(rng.integers(0, 1 << 63))
+    active = np.array([wave.exec >> lane & 1 for lane in range(64)], bool)
+    wave.run()
+    return x, exponents, active
+
+
 @pytest.mark.parametrize("large", ["f32", "f16", "bf16"])
 @pytest.mark.parametrize("form", ["fp8", "bf8"])
 def test_narrow_in_pairs(form, large):
@@ -68,18 +89,11 @@ def test_narrow_in_pairs(form, large):
     wave = Wave("gfx950", [f"{name} v4, {src}, 1.0", f"{name} v5, {src}, v2 op_sel:{zeros}"])
     rng = np.random.default_rng(5)
     for _ in range(4):
-        bits, x = sources(rng, large, (2, 64))
-        wave.v[0], wave.v[1] = (bits[0], bits[1]) if large == "f32" else (bits[0] | bits[1] << np.uint64(16), 0)
-        exponents = rng.integers(-20, 20, 64)
-        wave.v[2] = (exponents + 127) << 23 | rng.integers(0, 1 << 23, 64)
-        wave.v[4:6] = 0xA1B2C3D4
-        wave.exec = int(rng.integers(0, 1 << 63))
-        active = np.array([wave.exec >> lane & 1 for lane in range(64)], bool)
-        wave.run()
+        x, exponents, active = narrow_pairs(wave, rng, large, span=20, destinations=2)
         for at, shift, e in ((4, 0, 0 * exponents), (5, 16, exponents)):
             got = wave.v[at] >> shift & 0xFFFF
-            assert (wave.v[at] >> (16 - shift) & 0xFFFF == 0xA1B2C3D4 >> (16 - shift) & 0xFFFF).all()
-            assert (wave.v[at, ~active] == 0xA1B2C3D4).all()
+            assert (wave.v[at] >> (16 - shift) & 0xFFFF == KEPT >> (16 - shift) & 0xFFFF).all()
+            assert (wave.v[at, ~active] == KEPT).all()
             for i in range(2):
                 same(got[active] >> (8 * i) & 255, encoded(x[i], form, e)[active].astype(np.uint32), form)
 
@@ -113,19 +127,11 @@ def test_narrow_to_4_bits_in_pairs(large):
     src = "v0, v1" if large == "f32" else "v0"
     selects = ["", " op_sel:[0,0,1,0]", " op_sel:[0,0,0,1]", " op_sel:[0,0,1,1]"]
     wave = Wave("gfx950", [f"v_cvt_scalef32_pk_fp4_{large} v{4 + i}, {src}, v2{x}" for i, x in enumerate(selects)])
-    rng = np.random.default_rng(12)
-    bits, x = sources(rng, large, (2, 64))
-    wave.v[0], wave.v[1] = (bits[0], bits[1]) if large == "f32" else (bits[0] | bits[1] << np.uint64(16), 0)
-    exponents = rng.integers(-8, 8, 64)
-    wave.v[2] = (exponents + 127) << 23 | rng.integers(0, 1 << 23, 64)
-    wave.v[4:8] = 0xA1B2C3D4
-    wave.exec = int(rng.integers(0, 1 << 63))
-    active = np.array([wave.exec >> lane & 1 for lane in range(64)], bool)
-    wave.run()
+    x, exponents, active = narrow_pairs(wave, np.random.default_rng(12), large, span=8, destinations=4)
     codes = [encoded(x[i], "fp4", exponents).astype(np.uint32) for i in range(2)]
     for i in range(4):
-        kept = 0xA1B2C3D4 & ~(255 << (8 * i))
-        want = np.where(active, (codes[0] | codes[1] << 4) << (8 * i) | kept, 0xA1B2C3D4)
+        kept = KEPT & ~(255 << (8 * i))
+        want = np.where(active, (codes[0] | codes[1] << 4) << (8 * i) | kept, KEPT)
         np.testing.assert_array_equal(wave.v[4 + i], want)
 
 
