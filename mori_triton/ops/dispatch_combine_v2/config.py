@@ -166,11 +166,11 @@ class EpDispatchCombineConfig:
     @property
     def dispatch_columns(self) -> int:
         """Columns of dispatch's rows as tensors have them."""
-        return _columns(self.hidden_dim, self.dispatch_dtype)
+        return num_columns(self.hidden_dim, self.dispatch_dtype)
 
     @property
     def combine_columns(self) -> int:
-        return _columns(self.hidden_dim, self.combine_dtype)
+        return num_columns(self.hidden_dim, self.combine_dtype)
 
     @property
     def dispatch_token_nbytes(self) -> int:
@@ -204,7 +204,8 @@ class EpDispatchCombineConfig:
         )  # fmt: skip
 
 
-def _columns(hidden_dim: int, dtype: torch.dtype) -> int:
+def num_columns(hidden_dim: int, dtype: torch.dtype) -> int:
+    """Columns of a row of `hidden_dim` elements: two packed float4 share one."""
     return hidden_dim // 2 if dtype == _FP4 else hidden_dim
 
 

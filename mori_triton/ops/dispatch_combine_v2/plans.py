@@ -20,7 +20,13 @@ from mori_triton.ops.combine import plan_combine
 from mori_triton.ops.config import PAYLOAD_DTYPES
 from mori_triton.ops.dispatch import check_dispatch
 from mori_triton.ops.dispatch_combine_v2.arena import EpArena
-from mori_triton.ops.dispatch_combine_v2.config import check_blocks, check_programs, check_warps, num_blocks
+from mori_triton.ops.dispatch_combine_v2.config import (
+    check_blocks,
+    check_programs,
+    check_warps,
+    num_blocks,
+    num_columns,
+)
 from mori_triton.ops.dispatch_combine_v2.staging import allocate_staging, check_staging, host_bytes
 from mori_triton.ops.dispatch_combine_v2.steps import StagedCall, send_step, stage_steps
 from mori_triton.ops.plans import Plan, plan_key
@@ -128,7 +134,8 @@ class EpDispatchPlan(EpPlan):
         self._dtype = cfg.dispatch_dtype if dtype is None else dtype
         require(self._dtype in PAYLOAD_DTYPES, "dtype", " or ".join(map(str, PAYLOAD_DTYPES)), dtype)
         want = f"rows of {cfg.dispatch_token_nbytes} bytes, as {cfg.dispatch_dtype} has"
-        require(self._dtype.itemsize == cfg.dispatch_dtype.itemsize, "dtype", want, dtype)
+        num_bytes = num_columns(cfg.hidden_dim, self._dtype) * self._dtype.itemsize
+        require(num_bytes == cfg.dispatch_token_nbytes, "dtype", want, dtype)
         self._default: torch.Tensor | None = None
 
     @property

@@ -207,6 +207,10 @@ def test_names_types_and_ends() -> None:
             EpDispatchPlan(arena, blocks=4)  # type: ignore[call-arg]
         with pytest.raises(ValueError, match="dtype: want rows of 48 bytes"):
             EpDispatchPlan(arena, dtype=torch.float32)
+        # an entry of packed float4 is as long as one of float8, a row half as long
+        bytewise = EpArena(config(pe, hidden_dim=32, data_type=torch.float8_e4m3fn))
+        with pytest.raises(ValueError, match="dtype: want rows of 32 bytes"):
+            EpDispatchPlan(bytewise, dtype=torch.float4_e2m1fn_x2)
         with pytest.raises(ValueError, match=r"dtype: want torch\.float32 or"):
             EpDispatchPlan(arena, dtype=torch.int16)
         with pytest.raises(ValueError, match=r"input\.dtype"):
