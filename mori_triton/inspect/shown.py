@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import linecache
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.table import Table
 
+from mori_triton.errors import ArgumentError
 from mori_triton.inspect.amd import located
 from mori_triton.inspect.code import Resources
 from mori_triton.inspect.report import Report
@@ -132,10 +133,14 @@ def _triton() -> str:
 BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
 
 
-def replace_tables(path: Path, tables: str) -> None:
-    """Write the tables between the markers of a document. Raises ValueError where it has none."""
+def replace_tables(path: Path, tables: Callable[[], str]) -> None:
+    """Write the tables between the markers of a document. They are made only once the markers are found.
+
+    Raises:
+        ArgumentError: the document has no markers, and stays as it is.
+    """
     before, begins, rest = path.read_text().partition(BEGIN)
     _, ends, after = rest.partition(END)
     if not begins or not ends:
-        raise ValueError(f"{path}: want the lines {BEGIN.strip()} and {END.strip()}")
-    path.write_text(f"{before}{BEGIN}\n{tables}\n{END}{after}")
+        raise ArgumentError(f"{path}: want the lines {BEGIN.strip()} and {END.strip()}, got a document without them")
+    path.write_text(f"{before}{BEGIN}\n{tables()}\n{END}{after}")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import triton
 
 from mori_triton.device.launch import TARGETS
+from mori_triton.inspect import __main__ as command
 from mori_triton.inspect import shown
 from mori_triton.inspect.kernels import package_launches
 from mori_triton.inspect.report import report
@@ -22,9 +24,9 @@ TEXT = (ROOT / "docs" / "amd_codegen.md").read_text()
 SAMPLE = ("combine_reduce_kernel", "combine_copy_kernel", "rdna4_sum_kernel", "clear_counts_kernel")
 
 
-def rows(arch: str) -> dict[str, list[str]]:
-    """The document's rows for a target, by kernel."""
-    section = TEXT.partition(f"### {arch}\n")[2].partition("###")[0]
+def rows(arch: str, text: str = TEXT) -> dict[str, list[str]]:
+    """A document's rows for a target, by kernel."""
+    section = text.partition(f"### {arch}\n")[2].partition("###")[0]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "|" in line]
     assert tuple(cells[0]) == shown.COLUMNS
     return {row[0]: row for row in cells[2:]}
@@ -48,11 +50,45 @@ def test_tables_go_between_the_markers(tmp_path: Path) -> None:
     document = tmp_path / "document.md"
     document.write_text(f"before\n{shown.BEGIN}old\n{shown.END}after\n")
     for _ in range(2):
-        shown.replace_tables(document, "new")
+        shown.replace_tables(document, lambda: "new")
         assert document.read_text() == f"before\n{shown.BEGIN}\nnew\n{shown.END}after\n"
-    document.write_text("no markers")
-    with pytest.raises(ValueError, match="tables: begin"):
-        shown.replace_tables(document, "new")
+
+
+def test_the_command_writes_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one kernel on two targets here; of all of them below."""
+    name, targets = "clear_counts_kernel", {arch: TARGETS[arch] for arch in ("gfx1201", "sm_90")}
+    chosen = {name: package_launches()[name]}
+    monkeypatch.setattr(command, "package_launches", lambda: chosen)
+    monkeypatch.setattr(command, "TARGETS", targets)
+    document = tmp_path / "document.md"
+    document.write_text(f"before\n{shown.BEGIN}old\n{shown.END}after\n")
+    command.main([str(document)])
+    text = document.read_text()
+    assert text.startswith(f"before\n{shown.BEGIN}\nMade with Triton {triton.__version__}.")
+    assert text.endswith(f"{shown.END}after\n")
+    assert "old" not in text
+    for arch in targets:
+        (row,) = rows(arch, text).values()
+        assert row[:2] == rows(arch)[name][:2]
+        if f"Made with Triton {triton.__version__}." in TEXT:
+            assert row == rows(arch)[name]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [((), "document"), (("no/such/document.md",), "no/such/document.md"), (("no_markers.md",), "tables: begin")],
+)
+def test_a_wrong_document_is_refused_at_once(
+    arguments: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(command, "package_launches", lambda: pytest.fail("kernels are compiled"))
+    monkeypatch.chdir(tmp_path)
+    Path("no_markers.md").write_text("no markers")
+    with pytest.raises(SystemExit) as ended:
+        command.main(arguments)
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
+    assert Path("no_markers.md").read_text() == "no markers"
 
 
 @pytest.mark.slow
