@@ -74,7 +74,7 @@ class EpDispatchCombineConfig:
         kernel_type: `IntraNode`; `IntraNodeLL`, whose dispatch is one launch, for few tokens; or `IntraNodeRDNA4`, for
             2 or 4 PEs behind PCIe, which takes no scales, codecs or other dtypes (docs/rdna4_ep.md). Results are the
             same.
-        gpu_per_node, rdma_block_num, num_qp_per_pe: of the kernel types that cross nodes; these two do not use them.
+        gpu_per_node, rdma_block_num, num_qp_per_pe: of the kernel types that cross nodes; these three do not use them.
         quant_type: how combine sends rows: "none", or one of `QUANT_TYPES` for bfloat16 rows outside the registered
             buffer.
         deterministic: dispatch's rows come sorted by source PE, then token, and every run gives the same bits. MORI has

@@ -12,7 +12,7 @@ import torch
 
 from mori_triton.errors import StateError, require
 from mori_triton.ops.calls import CombineCall, DispatchCall
-from mori_triton.ops.combine import check_combine, check_contents
+from mori_triton.ops.combine import check_combine, check_contents, recv_step
 from mori_triton.ops.dispatch import check_dispatch, is_absent
 from mori_triton.ops.local_expert_count import local_expert_count
 from mori_triton.ops.op_base import EpOpBase
@@ -372,7 +372,7 @@ class EpDispatchCombineOp(EpOpBase):
         send, reduce = self._pipeline.combine(call)
         if wait:
             return self._keep(key, Plan([*send, *reduce], call.result()))
-        return self._keep(key, Plan(send, call.result(), Plan([self._pipeline.combine_rest(call), *reduce])))
+        return self._keep(key, Plan(send, call.result(), Plan([recv_step(call), *reduce])))
 
     # -- inside ----------------------------------------------------------------------------------------------
 

@@ -13,21 +13,16 @@ from mori_triton.ops.plans import Step
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Makers of launches. Those of the second halves belong to calls that only send (`wait` off)."""
+    """Makers of launches. Between the halves of a combine, `ops.combine.recv_step` waits."""
 
     dispatch: Callable[[DispatchCall], list[Step]]
-    dispatch_rest: Callable[[DispatchCall], list[Step]]
+    dispatch_rest: Callable[[DispatchCall], list[Step]]  # the second half of a call that only sends (`wait` off)
     combine: Callable[[CombineCall], tuple[list[Step], list[Step]]]  # that send, that sum
-    combine_rest: Callable[[CombineCall], Step]  # the wait between the two
     peers_read_input: bool  # combine's registered buffer is read by peers, until a dispatch has come
 
 
-_INTRANODE = Pipeline(
-    dispatch.plan_dispatch, dispatch.recv_steps, combine.plan_combine, combine.recv_step, peers_read_input=True
-)
-_RDNA4 = Pipeline(
-    rdna4.dispatch_steps, rdna4.dispatch_rest_steps, rdna4.combine_steps, combine.recv_step, peers_read_input=False
-)
+_INTRANODE = Pipeline(dispatch.plan_dispatch, dispatch.recv_steps, combine.plan_combine, peers_read_input=True)
+_RDNA4 = Pipeline(rdna4.dispatch_steps, rdna4.dispatch_rest_steps, rdna4.combine_steps, peers_read_input=False)
 _PIPELINES = {
     EpDispatchCombineKernelType.IntraNode: _INTRANODE,
     EpDispatchCombineKernelType.IntraNodeLL: _INTRANODE,

@@ -14,7 +14,7 @@ import torch
 import mori_triton
 from mori_triton.device import probe
 from mori_triton.device.launch import TARGETS, cross_compile
-from mori_triton.ops import buffers, calls, dispatch, pipelines, plans, routing, tuning
+from mori_triton.ops import buffers, calls, combine, dispatch, pipelines, plans, routing, tuning
 from mori_triton.ops.config import EpDispatchCombineKernelType
 from mori_triton.ops.kernels import finish
 from mori_triton.shmem import stream_barrier
@@ -103,7 +103,7 @@ def launches(case: Case, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> dic
             *common, shape, wait, plans.StepMaker(), rows=tokens, weights=weights, num_tokens=n, region=None
         )
         pipeline.combine(back)
-        pipeline.combine_rest(back)
+        combine.recv_step(back)
     words = torch.zeros(64, dtype=torch.int64)
     plans.StepMaker()(finish.sync_kernel, (1,), ctx, words, words, 1, TAG=1, num_warps=1)
     return made
