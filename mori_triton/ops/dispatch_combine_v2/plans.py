@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -188,16 +189,14 @@ class EpDispatchPlan(EpPlan):
     def close(self) -> None:
         """As `EpPlan.close`; the shared staging buffer is freed with the last plan that uses it."""
         super().close()
-        if self._default is not None:
-            self._default = None
-            _release(self._arena, self)
+        self._default = None
 
     def _staging(self, base: Any, num_bytes: int | None) -> torch.Tensor | int:
         """The staging buffer of one launch as a kernel argument."""
         arena, layout = self._arena, self._arena.staging
         if base is None:
             if self._default is None:
-                self._default = _share(arena, self)
+                self._default = _shared(arena)
                 warnings.warn(
                     f"EpDispatchPlan.launch: no staging_base is bound: using a buffer of {layout.num_bytes} bytes that "
                     "all unbound plans of this layout share; bind one of ep_staging_bytes(...) bytes instead",
@@ -377,24 +376,19 @@ class EpCombinePlan(EpPlan):
         return out[:n], None if out_weights is None else out_weights[:n]
 
 
-def _share(arena: EpArena, plan: EpDispatchPlan) -> torch.Tensor:
-    """The staging buffer of this PE's unbound plans of `arena`'s layout, made for the first of them."""
-    shared: dict[EpBufferLayout, tuple[torch.Tensor, set[int]]] = arena._state.extensions.setdefault(_SHARED, {})
-    found = shared.get(arena.staging)
-    if found is None:
+def _shared(arena: EpArena) -> torch.Tensor:
+    """The staging buffer of this PE's unbound plans of `arena`'s layout, made for the first of them.
+
+    Only plans hold it: it is freed with the last of them that lets go.
+    """
+    buffers: MutableMapping[EpBufferLayout, torch.Tensor]
+    buffers = arena._state.extensions.setdefault(_SHARED, WeakValueDictionary())
+    buffer = buffers.get(arena.staging)
+    if buffer is None:
         if arena._is_captured():
             raise StateError(
                 "EpDispatchPlan.launch: no staging_base is bound, and none can be allocated while a graph is captured: "
                 "bind one, or launch the plan once before"
             )
-        found = shared[arena.staging] = allocate_staging(arena.staging, arena.device), set()
-    found[1].add(id(plan))
-    return found[0]
-
-
-def _release(arena: EpArena, plan: EpDispatchPlan) -> None:
-    shared = arena._state.extensions.get(_SHARED, {})
-    _, users = shared.get(arena.staging, (None, set()))
-    users.discard(id(plan))
-    if not users:
-        shared.pop(arena.staging, None)
+        buffer = buffers[arena.staging] = allocate_staging(arena.staging, arena.device)
+    return buffer

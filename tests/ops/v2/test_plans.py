@@ -135,7 +135,7 @@ def test_an_unbound_plan_warns_at_the_callers_line_and_shares_its_buffer() -> No
         third._staging(None, None)
         buffers = host_state.current().extensions[plans._SHARED]
         assert set(buffers) == {arena.staging, wide.staging}
-        assert first._default is second._default is buffers[arena.staging][0] is not third._default
+        assert first._default is second._default is buffers[arena.staging] is not third._default
         assert first._default.numel() == first.info["staging_bytes"]
         # a base that is bound later takes its place
         bound = buffer_of(arena)
