@@ -203,12 +203,14 @@ def test_functions(on):
     a, b, got = x.double(), y.double(), out[:, :n].double()
     want = [a.sigmoid(), a.erf(), a.sin() + b.cos(), a.floor() + b.ceil(), a.exp() / (b.abs() + 2).log()]
     want += [(a.abs() + 1).rsqrt(), a.clamp(-0.5, 0.5)]
-    for row, exact in zip(got, want, strict=False):
-        assert torch.allclose(row, exact, rtol=4e-6, atol=4e-7)
+    # OpenCL's limits: erf 16 ulps, the others fewer; sine and cosine 4 each, of numbers below 1, whose sum may be small
+    for i, exact in enumerate(want):
+        assert_within(got[i], exact, 2.0**-19 * exact.abs() + (2.0**-21 if i == 2 else 0.0))
     # rounded correctly
     np.testing.assert_array_equal(out[7, :n], x.numpy() / y.numpy())
     np.testing.assert_array_equal(out[8, :n], np.sqrt(np.abs(x.numpy())))
-    assert torch.allclose(got[9], torch.fmod(a, b), atol=1e-6)
+    # exact
+    np.testing.assert_array_equal(got[9], torch.fmod(a, b))
 
 
 @first("gfx950")
