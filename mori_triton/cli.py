@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from mori_triton.errors import MoriError
 
 if TYPE_CHECKING:
     import typer
+    from rich.console import Console
 
     from mori_triton.ops.tune import Outcome
 
@@ -125,23 +125,18 @@ def app() -> typer.Typer:
         A type ending in :16 is a pointer or number that is divisible by 16, which Triton finds out by itself when it
         launches. FILE.py is run.
         """
-        from rich.console import Console
-
         from mori_triton.inspect import shown
         from mori_triton.inspect.kernels import chosen_launches, chosen_targets
         from mori_triton.inspect.report import report
 
-        there = Console()
-        console = there if there.is_terminal else Console(width=_WIDTH_WITHOUT_TERMINAL)
+        console = _console()
         try:
             launches, targets = chosen_launches(kernel, signature, num_warps), chosen_targets(arch)
             reports = {target: [report(launch, target) for launch in launches] for target in targets}
         except MoriError as error:
-            console.print(f"mori-triton inspect: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
-            raise typer.Exit(2) from error
+            raise typer.Exit(_failed(console, "inspect", error)) from error
         if as_json:
-            every = [one.as_json() for some in reports.values() for one in some]
-            console.print_json(json.dumps(every))
+            console.print_json(data=[one.as_json() for some in reports.values() for one in some])
             return
         for target, some in reports.items():
             if asm:
@@ -158,10 +153,7 @@ class _Shown:
     """What the user sees: a line for each call as it is done, a table at the end."""
 
     def __init__(self) -> None:
-        from rich.console import Console
-
-        there = Console()
-        self.console = there if there.is_terminal else Console(width=_WIDTH_WITHOUT_TERMINAL)
+        self.console = _console()
 
     def row(self, outcome: Outcome) -> None:
         """One call is done."""
@@ -193,8 +185,20 @@ class _Shown:
 
     def failed(self, error: MoriError) -> int:
         """Say what went wrong; the exit status."""
-        self.console.print(f"mori-triton tune: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
-        return 2
+        return _failed(self.console, "tune", error)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    there = Console()
+    return there if there.is_terminal else Console(width=_WIDTH_WITHOUT_TERMINAL)
+
+
+def _failed(console: Console, command: str, error: MoriError) -> int:
+    """Say what went wrong; the exit status."""
+    console.print(f"mori-triton {command}: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+    return 2
 
 
 def _shape(rule: object) -> str:
