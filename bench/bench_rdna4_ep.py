@@ -113,11 +113,12 @@ def take_down(results: Results, point: Point, rows: Sequence[dict[str, Any]], co
     for row in baselines:
         both = [timed.get(name) for name in (ours["backend"], row["backend"])]
         mori_us, baseline_us = (None if us is None else summary.p50(us) for us in both)
+        of_rounds = max((summary.spread(us) for us in both if us is not None), default=1.0)
+        entry = summary.Entry(point.world_size, point.hidden, point.capacity, mori_us, baseline_us, of_rounds)
         results.add(
-            "pair", **about, baseline=row["backend"], mori_us=mori_us, baseline_us=baseline_us,
-            spread=max((summary.spread(us) for us in both if us is not None), default=1.0),
-            reduction_percent=None if None in (mori_us, baseline_us) else 100 * (1 - mori_us / baseline_us),
-            speedup=None if None in (mori_us, baseline_us) else baseline_us / mori_us,
+            "pair", **about, baseline=row["backend"], mori_us=mori_us, baseline_us=baseline_us, spread=entry.spread,
+            reduction_percent=entry.reduction_percent if entry.correct else None,
+            speedup=entry.speedup if entry.correct else None,
             floor_us=least, ratio=None if mori_us is None else mori_us / least, copy_gbs=copy_gbs,
             mori_bytes=ours["moved"].memory, baseline_bytes=row["moved"].memory,
             mori_link_bytes=ours["moved"].links, baseline_link_bytes=row["moved"].links,

@@ -22,9 +22,9 @@ Sample = Callable[[], float]
 class Method:
     """How often."""
 
-    warmup: int = 10
-    rounds: int = 4
-    samples: int = 30
+    warmup: int
+    rounds: int
+    samples: int
 
 
 def sample_in_world(world: Any, backend: Backend, team: Team) -> Sample:
