@@ -68,15 +68,15 @@ def rounds(pe: int, launch: Callable[..., Any]) -> None:
         rows = torch.full(out.shape, float("nan"), dtype=out.dtype)
         launch(expert_kernel, (4,), out, total, rows, FACTORS[pe], H=CASE.hidden, BLOCK=512, num_warps=2)
         assert int(total) == len(reference.received([inputs(p, index)[1] for p in range(2)], CASE.experts_per_pe)[pe])
-        results = [op.combine(rows, out_weights, indices)]
-        got = [(to_numpy(sums), to_numpy(sum_weights)) for sums, sum_weights in results]
+        sums, sum_weights = op.combine(rows, out_weights, indices)
+        got = [(to_numpy(sums), to_numpy(sum_weights))]
         if index:
-            results = [op.combine(rows.neg(), out_weights.neg(), indices)]
-            got += [(to_numpy(-sums), to_numpy(-sum_weights)) for sums, sum_weights in results]
+            sums, sum_weights = op.combine(rows.neg(), out_weights.neg(), indices)
+            got.append((to_numpy(-sums), to_numpy(-sum_weights)))
         want = wanted(tokens, ids, weights)
-        for sums, sum_weights in got:
-            assert sums.tobytes() == want[0].tobytes(), "tokens"
-            assert sum_weights.tobytes() == want[1].tobytes(), "weights"
+        for found in got:
+            assert found[0].tobytes() == want[0].tobytes(), "tokens"
+            assert found[1].tobytes() == want[1].tobytes(), "weights"
         # rows that experts leave as they are: the next dispatch may not overtake the sums
         op.dispatch(*given)
         again, _ = op.combine(out, None, indices)
