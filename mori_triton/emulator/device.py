@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import bisect
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mori_triton.errors import ArgumentError, StateError, require
 
 if TYPE_CHECKING:
-    from mori_triton.emulator.ledger import DeviceLedger
+    from mori_triton.emulator.ledger import LaunchCounts
     from mori_triton.emulator.module import Module
 
 # GPUs whose code the emulated device runs: wave width, bytes of LDS a workgroup may have
@@ -27,7 +28,8 @@ class Device:
     label: str = ""  # "PE 2" while it belongs to a world
     modules: list[Module] = field(default_factory=list, repr=False)
     in_use: bool = False
-    ledger: DeviceLedger | None = None  # counts what later launches access
+    # counters for a launch of the kernel of this name, None: nothing is counted
+    ledger: Callable[[str], LaunchCounts] | None = None
 
     def __post_init__(self) -> None:
         self.warp_size, self.max_shared = ARCHS[self.arch]

@@ -280,7 +280,7 @@ class Launch:
         struct.pack_into("<QQ", template, lay.RANGES, self._table.ctypes.data, len(merged))
         struct.pack_into("<Q", template, lay.CLOCK, clock)
         if self.device is not None and self.device.ledger is not None:
-            self._counts = self.device.ledger.open(self.module.code.name)
+            self._counts = self.device.ledger(self.module.code.name)
             struct.pack_into("<Q", template, lay.LEDGER, self._counts.address)
         self._template = (ctypes.c_char * len(template)).from_buffer(template)
         control.slots, control.wave_template = arena.ctypes.data, ctypes.addressof(self._template)

@@ -70,17 +70,6 @@ class LaunchCounts:
         self.address = ctypes.addressof(self._ledger)
 
 
-class DeviceLedger:
-    """One device's way into a ledger: `Device.ledger`."""
-
-    def __init__(self, ledger: ByteLedger, pe: int, owned: Callable[[], Owned]) -> None:
-        self._ledger, self._pe, self._owned = ledger, pe, owned
-
-    def open(self, kernel: str) -> LaunchCounts:
-        """Counters for a launch that is about to start."""
-        return self._ledger._take(LaunchCounts(kernel, self._pe, self._owned(), self._ledger.num_pes))
-
-
 class ByteLedger:
     """Loads, stores and atomics by (PE whose kernel it is, PE whose memory it is); see `Entry` for what is counted.
 
@@ -94,11 +83,9 @@ class ByteLedger:
         self._lock = threading.Lock()
         self._launches: list[LaunchCounts] = []
 
-    def of_device(self, pe: int, owned: Callable[[], Owned]) -> DeviceLedger:
-        """For the device of `pe`; `owned()` is asked at every launch."""
-        return DeviceLedger(self, pe, owned)
-
-    def _take(self, launch: LaunchCounts) -> LaunchCounts:
+    def open(self, kernel: str, *, pe: int, owned: Callable[[], Owned]) -> LaunchCounts:
+        """Counters for a launch of `pe`'s that is about to start; owned() says whose memory is whose now."""
+        launch = LaunchCounts(kernel, pe, owned(), self.num_pes)
         with self._lock:
             self._launches.append(launch)
         return launch

@@ -62,7 +62,7 @@ class EmulatedRun(Run):
         ledger = ledger_of(world)
         if ledger is not None:
             for pe, device in enumerate(self.devices):
-                device.ledger = ledger.of_device(pe, self._owned)
+                device.ledger = partial(ledger.open, pe=pe, owned=self._owned)
         wait = None if world.seed is None else scheduler.host_wait
         self.network = WorldNetwork(self.settings.transport, world.network, wait)
         hca = self.network.hca
