@@ -42,12 +42,14 @@ inline bool can_touch(u64 address) {
   return process_vm_readv(getpid(), &here, 1, &there, 1, 0) == 1 || *__errno_location() != kBadAddress;
 }
 
-// Whether UCX gets along with an operation's local side: my heap always; where it knows no device's memory it will load and store, so
-// what is not mapped for this process, as memory of a GPU, has to be refused. An allocation is one or the other, so its ends will do.
+// Whether an operation's local side is good: my heap always. UCX will load and store where it knows no device's memory, and the loop itself
+// writes what an atomic has fetched, so what is not mapped for this process, as memory of a GPU, has to be refused. An allocation is one or
+// the other, so its ends will do.
 inline bool is_local_side_good(ProxyState* s, const ProxyDescriptor* d) {
   const ProxyPeer* mine = peer(s, s->pe);
-  u64 bytes = fetches(d->op) && d->local != 0 ? d->bytes : is_atomic(d->op) ? 0 : d->bytes;
-  if (!s->host_only || bytes == 0 || is_flush(d->op) || inside(mine, d->local - mine->base, bytes)) return true;
+  bool touched = s->host_only || fetches(d->op);
+  u64 bytes = is_atomic(d->op) && (!fetches(d->op) || d->local == 0) ? 0 : d->bytes;
+  if (!touched || bytes == 0 || is_flush(d->op) || inside(mine, d->local - mine->base, bytes)) return true;
   return can_touch(d->local) && can_touch(d->local + bytes - 1);
 }
 

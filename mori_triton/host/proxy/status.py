@@ -9,8 +9,8 @@ GONE = frozenset({-6, -16, -20, -23, -24, -25, *range(-89, -39)})
 # UCS_ERR_INVALID_ADDR, of an operation that the loop has refused
 LOCAL = -7
 LOCAL_TEXT = (
-    "its local side is memory that the host thread cannot touch, such as a GPU's, and this UCX, or what UCX_TLS leaves "
-    "of it, knows only the host's: want memory of the heap, host memory, or a UCX built for the device"
+    "its local side is memory that the host thread cannot touch, such as a GPU's: want memory of the heap, host "
+    "memory, or, for a put or get, a UCX that was built for the device, and that in its TLS"
 )
 # of ucs_status_t, those that say most about a network; UCX's own text needs the library
 _WORDS = {
