@@ -41,7 +41,7 @@ class SharedMemory:
         name: str,
     ) -> None:
         self.num_bytes, self.name = num_bytes, name
-        self._driver, self._pe = driver, bootstrap.pe
+        self._driver = driver
         self._peers: Peers | None = None
         self.base = 0
         # called by `close`, before the memory goes

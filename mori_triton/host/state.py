@@ -24,6 +24,7 @@ from mori_triton.host.drivers.identity import process_identity
 from mori_triton.host.heap import SymmetricHeap
 from mori_triton.host.network import Fabric, Network, Site
 from mori_triton.host.network.choose import open_network
+from mori_triton.host.peers import undo_all
 from mori_triton.host.shared_memory import SharedMemory
 from mori_triton.host.tables import Region
 
@@ -88,9 +89,9 @@ class PeState:
         """
         reached = [self.heap.reaches(pe) for pe in range(self.n_pes)]
         memory = SharedMemory(self.driver, self.bootstrap, num_bytes, kind=kind, reached=reached, name=name)
+        self._shared.append(memory)
         if self.expose is not None:
             memory.hide = self.expose(memory.regions())
-        self._shared.append(memory)
         return memory
 
     def unshare(self, memory: SharedMemory) -> None:
@@ -172,14 +173,12 @@ class PeState:
 
     def _abandon(self) -> None:
         """What `open_state` has made, last first."""
-        while self._shared:
-            self._shared.pop().close()
-        detach, self._detach = self._detach, None
-        if detach is not None:
-            detach()
-        if self.network is not None:
-            self.network.close()
-        self.heap.close()
+        undo: list[Callable[[], None]] = [memory.close for memory in reversed(self._shared)]
+        undo += [self._detach] if self._detach is not None else []
+        undo += [self.network.close] if self.network is not None else []
+        self._shared.clear()
+        self._detach = None
+        undo_all([*undo, self.heap.close])
 
 
 # called with every state that opens, on its PE's thread

@@ -103,3 +103,30 @@ def test_all_pes_fail_together_and_keep_nothing() -> None:
 
     Failing.blind = False  # type: ignore[attr-defined]
     run_world(2, program, driver=Failing)
+
+
+def test_what_cannot_be_given_back_keeps_nothing_else() -> None:
+    """A device that has failed does not take its memory back; the other parts of the state are closed all the same."""
+
+    class Failing(CpuDriver):
+        def free(self, address):  # type: ignore[no-untyped-def]
+            super().free(address)
+            if address in self.bad:
+                raise DriverError(f"free of {address:#x}: the device has failed")
+
+    Failing.bad = []  # type: ignore[attr-defined]
+    detached: list[int] = []
+
+    def program(here):  # type: ignore[no-untyped-def]
+        here._detach = lambda: detached.append(here.pe)
+        memories = [here.share(SIZE, MemoryKind.CACHED, name) for name in ("rows", "words")]
+        here.driver.bad = [memories[1].base]
+        here.bootstrap.barrier("done")
+        with pytest.raises(DriverError, match="the device has failed"):
+            here.close()
+        assert memories[0].base == 0
+        assert here.driver.allocations() == []
+        assert here.heap.closed
+
+    run_world(2, program, driver=Failing)
+    assert sorted(detached) == [0, 1]
