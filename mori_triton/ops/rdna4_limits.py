@@ -15,7 +15,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 WORLD_SIZES = (2, 4)
 MAX_TOP_K = 64
 SUPPORTED = (
-    "world_size 2 or 4, data_type torch.bfloat16 or torch.float16, num_experts_per_token from 1 to 64, "
+    f"world_size {' or '.join(map(str, WORLD_SIZES))}, data_type {' or '.join(map(str, DTYPES))}, "
+    f"num_experts_per_token from 1 to {MAX_TOP_K}, "
     "no scales (scale_dim * scale_type_size 0), quant_type 'none' and deterministic False"
 )
 
