@@ -116,13 +116,13 @@ def shuffled(scale, rows):
 @pytest.mark.parametrize("order", [32, pytest.param(16, marks=SLOW), pytest.param(0, marks=SLOW)])
 def test_block_scaled_matmul(on, order):
     """The tutorial's product of fp4 matrices: tiles, a loop over k, scales shuffled for the instructions."""
-    M, N, K, rng = 128, 64, 512, np.random.default_rng(4)
+    M, N, K, rng = 128, 128, 512, np.random.default_rng(4)
     (a, x), (b, y) = matrix(rng, "e2m1", M, K), matrix(rng, "e2m1", N, K)
     scales = [torch.from_numpy(rng.integers(118, 132, (rows, K // 32), dtype=np.uint8)) for rows in (M, N)]
     x, y = (v * np.repeat(factor(s.numpy()), 32, axis=1) for v, s in zip((x, y), scales, strict=True))
     c = nan(M, N)
     given = [shuffled(s, order) if order else s for s in scales]
-    kernels.matmul[(2,)](
+    kernels.matmul[(4,)](
         a, given[0], b, given[1], c, M, N, K, BLOCK_M=64, BLOCK_N=64, BLOCK_K=256, SHUFFLED=order,
         num_warps=4, matrix_instr_nonkdim=order,
     )  # fmt: skip
