@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mori_triton.errors import require
 from mori_triton.ops.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from mori_triton.ops.formats import BLOCK, CODECS
 from mori_triton.ops.kernels.finish import CONTROL_WORDS
@@ -201,6 +202,12 @@ class EpBuffers:
     def address(self, name: str) -> int:
         """Where region `name` begins."""
         return self._addresses[name]
+
+    def check_outside(self, name: str, tensor: torch.Tensor) -> None:
+        """Raise `ArgumentError` for a dispatch's input in memory that peers write meanwhile."""
+        region = self.region_of(tensor.data_ptr()) if tensor.numel() else None
+        is_output = region is not None and region.startswith("recv_")
+        require(not is_output, name, "memory that peers do not write meanwhile", f"dispatch's own output ({region})")
 
     def region_of(self, address: int) -> str | None:
         """The buffer that an address lies in, None for other memory."""

@@ -376,19 +376,11 @@ class EpDispatchCombineOp(EpOpBase):
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _argument(self, tensor: torch.Tensor | None) -> Any:
-        """What a kernel gets for a tensor: the address, or on the emulated device, which guards memory, the tensor."""
-        return tensor if self._on_host or tensor is None else tensor.data_ptr()
-
     def _outside(self, name: str, tensor: torch.Tensor | None) -> Any:
         """As `_argument`; raises `ArgumentError` for memory that peers write during a dispatch."""
-        if tensor is None:
-            return None
-        address = tensor.data_ptr()
-        region = self._buffers.region_of(address)
-        if region is not None and region.startswith("recv_") and tensor.numel() > 0:
-            require(False, name, "memory that peers do not write meanwhile", f"dispatch's own output ({region})")
-        return tensor if self._on_host else address
+        if tensor is not None:
+            self._buffers.check_outside(name, tensor)
+        return self._argument(tensor)
 
     def _receive(self, kind: str) -> None:
         """Run the rest of a call that was sent."""

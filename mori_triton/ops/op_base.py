@@ -57,12 +57,8 @@ class EpOpBase:
         self._pipeline = pipeline_of(config)
         self._check_same_config()
         far = [pe for pe in range(config.world_size) if not state.heap.reaches(pe)]
-        require(
-            not far,
-            "kernel_type",
-            "one that crosses nodes",
-            f"{config.kernel_type.name}, but PEs {far} are not reachable by load/store",
-        )
+        got = f"{config.kernel_type.name}, but PEs {far} are not reachable by load/store"
+        require(not far, "kernel_type", "one that crosses nodes", got)
         # before anything is allocated: a table may be malformed
         self._tables = tables_for(state, self.device, config.kernel_type.name)
         self._layout = ep_buffer_layout(config)
@@ -258,6 +254,10 @@ class EpOpBase:
             sync_kernel, (1,), self._state.heap.ctx, buffers.region("sync_signals"), buffers.region("control"),
             kind.value, TAG=SYNC_TAG, num_warps=1, waits=True,
         )  # fmt: skip
+
+    def _argument(self, tensor: torch.Tensor | None) -> Any:
+        """What a kernel gets for a tensor: the address, or on the emulated device, which guards memory, the tensor."""
+        return tensor if self._on_host or tensor is None else tensor.data_ptr()
 
     def _raise_errors(self) -> None:
         """Raise what kernels have recorded. A wait of this op that timed out breaks it; an overflow does not."""

@@ -77,12 +77,6 @@ class EpArena(EpOpBase):
         """`[R, columns]`, combine's type: rows written here, between dispatch and combine, need no copy."""
         return self._buffers.view("combine_in", self.cfg.combine_dtype, self.config.max_recv, self.cfg.combine_columns)
 
-    def check_outside(self, name: str, tensor: torch.Tensor | None) -> None:
-        """Raise `ArgumentError` for a dispatch's input in memory that peers write meanwhile."""
-        region = None if tensor is None or tensor.numel() == 0 else self._buffers.region_of(tensor.data_ptr())
-        is_output = region is not None and region.startswith("recv_")
-        require(not is_output, name, "memory that peers do not write meanwhile", f"dispatch's own output ({region})")
-
 
 def _check_comm(comm: Any) -> None:
     state = host_state.current()

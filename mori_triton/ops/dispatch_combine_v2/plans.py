@@ -92,10 +92,6 @@ class EpPlan:
             stream = torch.cuda.ExternalStream(stream, device=self._arena.device)
         return torch.cuda.stream(stream)
 
-    def _argument(self, tensor: torch.Tensor | None) -> Any:
-        """What a kernel gets: the address, or on the emulated device, which guards memory, the tensor."""
-        return tensor if self._arena._on_host or tensor is None else tensor.data_ptr()
-
 
 class EpDispatchPlan(EpPlan):
     """Dispatches of one launch shape on an arena. Collective to launch: every PE, same order.
@@ -218,18 +214,19 @@ class EpDispatchPlan(EpPlan):
         if plan is None:
             plan = self._plan(key, tokens, weights, scales, indices)
         for name in ("input", "weights", "scales", "indices"):
-            arena.check_outside(name, given[name])
+            if given[name] is not None:
+                arena._buffers.check_outside(name, given[name])
         n = len(indices)
         routing = given["routing"]
         if routing is not None:
             check_handle(routing, arena.config, arena.device, n)
         where = arena._own_routing if routing is None else routing
-        given = {"tokens": self._argument(tokens), "weights": self._argument(weights)}
-        given |= {"scales": self._argument(scales), "indices": self._argument(indices)}
+        given = {"tokens": arena._argument(tokens), "weights": arena._argument(weights)}
+        given |= {"scales": arena._argument(scales), "indices": arena._argument(indices)}
         given |= {
             "staging": staging,
-            "forward": self._argument(where.disp_dest_tok_id_map),
-            "total": self._argument(where.total_recv_token_num),
+            "forward": arena._argument(where.disp_dest_tok_id_map),
+            "total": arena._argument(where.total_recv_token_num),
         }
         arena._run("dispatch", plan, given, capturing)
         arena._routing, arena._num_tokens, arena._last = where, n, "dispatch"
@@ -363,10 +360,10 @@ class EpCombinePlan(EpPlan):
             send, reduce = plan_combine(call)
             plan = arena._keep(key, Plan([*send, *reduce], call.result()))
         given = {
-            "rows": self._argument(rows),
-            "weights": self._argument(weights),
-            "forward": self._argument(routing.disp_dest_tok_id_map),
-            "total": self._argument(routing.total_recv_token_num),
+            "rows": arena._argument(rows),
+            "weights": arena._argument(weights),
+            "forward": arena._argument(routing.disp_dest_tok_id_map),
+            "total": arena._argument(routing.total_recv_token_num),
         }
         arena._run("combine", plan, given, capturing)
         arena._last = "combine"
