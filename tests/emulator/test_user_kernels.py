@@ -10,6 +10,7 @@ import triton
 from mori_triton.errors import UnsupportedInstruction
 
 from . import user_kernels as kernels
+from .test_isa_matrix import round_xf32
 from .test_triton_kernels import ARCHS, archs, assert_within, integers, nan, on, random
 
 pytestmark = pytest.mark.cpu
@@ -162,9 +163,8 @@ def test_product_in_tf32(on):
     """Sources rounded to 11 bits; only gfx942 has such an instruction."""
     a, b, c = random(32, 32), random(32, 32, seed=1), nan(32, 32)
     kernels.product[(1,)](a, b, c, M=32, N=32, K=32, PRECISION="tf32", num_warps=1)
-    total = a.double().abs() @ b.double().abs()
-    assert_within(c, a.double() @ b.double(), (2.0**-11 + 33 * 2.0**-24) * total)
-    assert bool(((c.double() - a.double() @ b.double()).abs() > 33 * 2.0**-24 * total).any())
+    x, y = (torch.from_numpy(round_xf32(v.double().numpy())) for v in (a, b))
+    assert_within(c, x @ y, 33 * 2.0**-24 * (x.abs() @ y.abs()))
 
 
 @pytest.mark.slow
