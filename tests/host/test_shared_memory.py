@@ -28,7 +28,7 @@ def store_kernel(bases_ptr, value, offset):
         tl.store(there + offset, value)
 
 
-def kernels_reach_it(pe: int) -> None:
+def kernels_reach_it(pe: int) -> CpuDriver:
     here = host_state.current()
     memory = here.share(SIZE, MemoryKind.CACHED, "rows")
     assert memory.bases[pe] == memory.base
@@ -50,11 +50,14 @@ def kernels_reach_it(pe: int) -> None:
     with pytest.raises(KernelFault):
         launch(store_kernel, (1,), table, 1, 0, num_warps=1)
     # gone with the world
-    here.share(SIZE, MemoryKind.CACHED, "left")
+    left = here.share(SIZE, MemoryKind.CACHED, "left").base
+    assert left in dict(here.driver.allocations())
+    return here.driver
 
 
 def test_kernels_reach_it_as_long_as_it_is_there() -> None:
-    local_world(2, heap_size="1M").run(kernels_reach_it)
+    drivers = local_world(2, heap_size="1M").run(kernels_reach_it)
+    assert [driver.allocations() for driver in drivers] == [[], []]
 
 
 def test_stores_to_a_peer_reach_it_in_weak_memory() -> None:
@@ -76,6 +79,8 @@ def test_stores_to_a_peer_reach_it_in_weak_memory() -> None:
 
 def test_all_pes_fail_together_and_keep_nothing() -> None:
     class Failing(CpuDriver):
+        blind = False
+
         def alloc(self, num_bytes, **options):  # type: ignore[no-untyped-def]
             if num_bytes == SIZE and self.here.pe == 1:
                 raise DriverError("no memory left")
@@ -87,7 +92,7 @@ def test_all_pes_fail_together_and_keep_nothing() -> None:
             return super().import_handle(handle)
 
     def program(here):  # type: ignore[no-untyped-def]
-        here.driver.here, here.driver.blind = here, False
+        here.driver.here = here
         for num_bytes, blind, text in (
             (SIZE, False, r"the symmetric rows could not be set up \(PE 1: no memory left"),
             (SIZE * 2, True, r"the symmetric rows could not be set up \(PE 1: no such thing"),
@@ -101,7 +106,6 @@ def test_all_pes_fail_together_and_keep_nothing() -> None:
         here.driver.blind = False
         assert here.share(SIZE * 2, MemoryKind.CACHED, "rows").base
 
-    Failing.blind = False  # type: ignore[attr-defined]
     run_world(2, program, driver=Failing)
 
 
