@@ -41,6 +41,9 @@ def test_size_by_hand() -> None:
     assert ep_staging_bytes(3, 7, 0, 0) == 2 * ids + 128 + 2 * blocks
     assert ep_staging_bytes(3, 7, 1, 0) == 2 * ids + 128 + rows * 128 + 2 * blocks
     assert ep_staging_bytes(3, 7, 129, 5) == 2 * ids + 128 + rows * 256 + 2 * blocks
+    # the last size of docs/ep_v2.md, which was not published: 32 * 32 * 8192 rows
+    assert ep_staging_bytes(32, 0, 224, 8192) == 32 * 32 * 8192 * (64 + 64 + 4 + 256) + 2 * 512 * 32 * 4
+    assert round(ep_staging_bytes(32, 0, 224, 8192) / GIB, 2) == 3.03
     assert [scale_stride_bytes(n) for n in (0, 1, 128, 224, 257)] == [0, 128, 128, 256, 384]
 
 
