@@ -128,7 +128,8 @@ class EpDispatchCombineOp:
         Args:
             input: `[>= total_recv, columns]` of `cfg.combine_dtype`, row r belongs to row r of dispatch's outputs.
                 `combine_in_view()` is used as it is, anything else is copied.
-            weights: a request: anything but None and False also sums the weights that dispatch brought.
+            weights: a request: anything but None and False also sums the weights that dispatch brought. Where peers
+                dispatched without weights the sums are of what the buffer held.
             indices: not looked at: `routing` counts.
             routing: the handle of the dispatch whose rows these are.
 
