@@ -131,9 +131,10 @@ def library_kernel(ctx, dst_ptr, src_ptr, num_bytes, signal_ptr, value, pe):
 
 @triton.jit
 def by_hand_kernel(ctx, dst_ptr, src_ptr, num_bytes, signal_ptr, value, pe):
-    """The same."""
+    """The same. Addresses are integers: Triton 3.6 brings operands together as those of an addition, not pointers."""
+    context, dst, src, signal = ctx.to(tl.int64), dst_ptr.to(tl.int64), src_ptr.to(tl.int64), signal_ptr.to(tl.int64)
     tl.inline_asm_elementwise(
-        BY_HAND, "=r,l,l,l,l,l,l,r", [ctx, dst_ptr, src_ptr, num_bytes, signal_ptr, value, pe], tl.int32, False, 1
+        BY_HAND, "=r,l,l,l,l,l,l,r", [context, dst, src, num_bytes, signal, value, pe], tl.int32, False, 1
     )
 
 
