@@ -24,6 +24,8 @@ from mori_triton.host.drivers.base import Driver
 _streams: dict[tuple[str, int], list[torch.cuda.Stream]] = {}
 _in_use: set[torch.cuda.Stream] = set()
 _streams_lock = threading.Lock()
+# graphs whose capture could not be ended
+_spoilt: list[torch.cuda.CUDAGraph] = []
 
 
 def check_available(device: str) -> None:
@@ -96,15 +98,41 @@ class Gpus:
     @contextlib.contextmanager
     def capture(self, main: torch.cuda.Stream, streams: Sequence[torch.cuda.Stream]) -> Iterator[Captured]:
         """Capture what the block does on `main`, and on `streams` once they wait for an event of `main`."""
-        captured = Captured(torch.cuda.CUDAGraph())
-        with _no_garbage(), torch.cuda.device(main.device), contextlib.ExitStack() as stack:
+        captured, pool = Captured(torch.cuda.CUDAGraph()), torch.cuda.graph_pool_handle()
+        # `main` is made current here: where a capture cannot be ended torch leaves it current
+        with _no_garbage(), torch.cuda.stream(main), contextlib.ExitStack() as stack:
+            stack.enter_context(_allocator_told(captured.graph, main.device, pool))
             # other threads wait meanwhile, and what they do in the background must not spoil the capture
-            stack.enter_context(torch.cuda.graph(captured.graph, stream=main, capture_error_mode="thread_local"))
+            stack.enter_context(torch.cuda.graph(captured.graph, pool, main, capture_error_mode="thread_local"))
             # torch keeps what is allocated meanwhile for the graph, but on the device of `main` only
             for device in sorted({stream.device for stream in streams} - {main.device}, key=str):
-                captured.pools.append(torch.cuda.MemPool())
+                # what is kept is of the device that is current when the pool is made, and goes with the pool
+                with torch.cuda.device(device):
+                    captured.pools.append(torch.cuda.MemPool())
                 stack.enter_context(torch.cuda.use_mem_pool(captured.pools[-1], device))
             yield captured
+
+
+@contextlib.contextmanager
+def _allocator_told(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int]) -> Iterator[None]:
+    """Where the block, a capture into `graph`, cannot be ended, end it for torch's allocator all the same.
+
+    Torch tells its allocator after CUDA has ended the capture, so not at all where CUDA says that it was spoilt. Then
+    a capture would be underway on that device for ever: nothing is given back to it, and a memory pool of any later
+    graph that is freed finds it so and ends the process.
+    """
+    older_name = "_cuda_endAllocateCurrentStreamToPool"  # before torch 2.8
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None) or getattr(torch._C, older_name)
+    try:
+        yield
+    except BaseException:
+        # raises where torch has done so itself, or has not begun; then the graph gives the pool back, if it has it
+        with contextlib.suppress(RuntimeError):
+            end(device.index, pool)
+            # the allocator of pinned memory is not told, and asks the graph which allocations are its own
+            _spoilt.append(graph)
+            torch._C._cuda_releasePool(device.index, pool)
+        raise
 
 
 class Captured:
