@@ -1,20 +1,28 @@
-"""A small, exact run of every kernel for compute-sanitizer, under a minute with the tool:
+"""A small, exact run of every kernel for compute-sanitizer, under two minutes with the tool:
 
     python3 bench/sanitize.py                                   # fills Triton's cache; PYTHONPATH=. if not installed
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 python3 bench/sanitize.py
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --error-exitcode 9 python3 bench/sanitize.py
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    compute-sanitizer --tool memcheck --error-exitcode 9 python3 bench/sanitize.py
+    for n in 1 2 4 3; do compute-sanitizer --tool racecheck --error-exitcode 9 python3 bench/sanitize.py --pes $n; done
 
 A tool may run one kernel at a time, so no kernel may wait for one that starts later. One PE alone waits for itself
 only: there every call is made. Several PEs use the split calls: all send, the device finishes, and only then do they
-receive. `--concurrent` makes the calls that wait on several PEs too, for tools that let kernels run side by side.
-Without the caching allocator every tensor is an allocation of its own, so an access behind its end is seen.
+receive. They also take turns, so that one thread at a time loads, launches and allocates: racecheck lost a launch of
+two threads, and stopped there. `--concurrent` makes the calls that wait on several PEs too, and without turns, for
+tools that let kernels run side by side. Without the caching allocator every tensor is an allocation of its own, so an
+access behind its end is seen. A run that does not end says where each thread is, and the status is 1.
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
@@ -24,6 +32,7 @@ from bench import problem
 from bench.problem import Inputs, Problem
 from bench.report import console
 from mori_triton import ops
+from mori_triton.errors import require
 from mori_triton.host import state as host_state
 from mori_triton.ops import dispatch_combine_v2 as v2
 
@@ -41,11 +50,61 @@ VARIANTS: dict[str, Problem] = {
     "fp8_blockwise": replace(BASE, fields=(("quant_type", "fp8_blockwise"),)),
     "fp4_blockwise": replace(BASE, fields=(("quant_type", "fp4_blockwise"),)),
 }
-# a variant of 2 or of 4 PEs, whatever is asked for
+# a variant of 2 or of 4 PEs
 RDNA4 = replace(BASE, kernel_type="IntraNodeRDNA4")
 RDNA4_PES = (2, 4)
+# (PEs, variant), in order: what a cut run must not miss comes first
+RUNS = (
+    (1, "EPv2"),
+    *((num_pes, "RDNA4") for num_pes in RDNA4_PES),
+    *((num_pes, name) for num_pes in (1, 2, 3) for name in VARIANTS),
+)
 # their dispatch exchanges counts, so even its sending half waits for every PE
 SENDS_WAIT = ("deterministic",)
+# a tool makes kernels many times slower. A wait that reaches this says so before the run's own limit ends everything
+WAIT_LIMIT_S = 30.0
+T = TypeVar("T")
+
+
+class TurnByTurn:
+    """A PE's bootstrap that gives up the turn for every collective call, with the device idle, and then takes it."""
+
+    def __init__(self, here: host_state.PeState, turn: threading.Lock) -> None:
+        self._bootstrap, self._driver, self._turn = here.bootstrap, here.driver, turn
+        self.pe, self.n_pes, self.timeout_s = here.pe, here.n_pes, here.bootstrap.timeout_s
+
+    def allgather(self, data: bytes, what: str = "allgather") -> list[bytes]:
+        return self._let_others(lambda: self._bootstrap.allgather(data, what))
+
+    def broadcast(self, data: bytes, root: int = 0, what: str = "broadcast") -> bytes:
+        return self._let_others(lambda: self._bootstrap.broadcast(data, root, what))
+
+    def barrier(self, what: str = "barrier") -> None:
+        self._let_others(lambda: self._bootstrap.barrier(what))
+
+    def close(self) -> None:
+        self._bootstrap.close()
+
+    def _let_others(self, call: Callable[[], T]) -> T:
+        self._driver.synchronize()
+        self._turn.release()
+        try:
+            return call()
+        finally:
+            self._turn.acquire()
+
+
+@contextlib.contextmanager
+def taking_turns(turn: threading.Lock) -> Iterator[None]:
+    """In the block the calling PE goes on while no other does; they change where they meet on the host."""
+    here = host_state.current()
+    before = here.bootstrap
+    with turn:
+        here.bootstrap = here.heap.bootstrap = TurnByTurn(here, turn)
+        try:
+            yield
+        finally:
+            here.bootstrap = here.heap.bootstrap = before
 
 
 class Pe:
@@ -155,40 +214,54 @@ def run_staged(device: str) -> None:
             assert torch.equal(combined, mine.tokens)
             assert torch.equal(weights, mine.weights)
 
-    mori.local_world(1, device=device, heap_size=BASE.heap_bytes(), timeout_s=120.0).run(program)
+    mori.local_world(1, device=device, heap_size=BASE.heap_bytes(), timeout_s=WAIT_LIMIT_S).run(program)
 
 
 def run_world(num_pes: int, this: Problem, device: str, split: bool) -> None:
     """One variant on `num_pes` PEs; raises AssertionError on a wrong element."""
     shared: dict[int, Inputs] = {}
     this = replace(this, num_pes=num_pes)
-    # a tool makes kernels many times slower
-    world = mori.local_world(num_pes, device=device, heap_size=this.heap_bytes(), timeout_s=120.0)
-    world.run(lambda pe: Pe(pe, this, shared, split).run())
+    turn = threading.Lock()
+
+    def program(pe: int) -> None:
+        with taking_turns(turn) if split else contextlib.nullcontext():
+            Pe(pe, this, shared, split).run()
+
+    mori.local_world(num_pes, device=device, heap_size=this.heap_bytes(), timeout_s=WAIT_LIMIT_S).run(program)
+
+
+def run_variant(num_pes: int, name: str, device: str, split: bool) -> None:
+    """One of `RUNS`."""
+    if name == "EPv2":
+        run_staged(device)
+    else:
+        run_world(num_pes, RDNA4 if name == "RDNA4" else VARIANTS[name], device, split)
 
 
 def main(
     device: Annotated[str, typer.Option(help="cuda, or cpu to try the command itself")] = "cuda",
-    pes: Annotated[str, typer.Option(help="world sizes")] = "1,2,3",
+    pes: Annotated[str, typer.Option(help="world sizes")] = "1,2,3,4",
     only: Annotated[str, typer.Option(help="a part of a variant's name, empty: all")] = "",
     concurrent: Annotated[bool, typer.Option(help="several PEs make the calls that wait too")] = False,
+    limit_s: Annotated[float, typer.Option(help="of one variant; then all threads' stacks are printed")] = 60.0,
 ) -> None:
     """Run every variant on every world size once; nothing is timed but the whole."""
-    worlds = [(num_pes, name) for num_pes in map(int, pes.split(",")) for name in VARIANTS]
-    for num_pes, name in [*worlds, *((num_pes, "RDNA4") for num_pes in RDNA4_PES)]:
-        if only not in name:
+    sizes, known = problem.numbers(pes), sorted({num_pes for num_pes, _ in RUNS})
+    require(set(sizes) <= set(known), "pes", f"some of {known}", pes)
+    for num_pes, name in RUNS:
+        if num_pes not in sizes or only not in name:
             continue
-        modes = [True, False] if concurrent else [num_pes > 1]
+        modes = [True, False] if concurrent and name != "EPv2" else [num_pes > 1]
         for split in modes:
             if split and name in SENDS_WAIT:
                 continue
             start = time.perf_counter()
-            run_world(num_pes, RDNA4 if name == "RDNA4" else VARIANTS[name], device, split)
+            # a thread that hangs in a driver's or a tool's call takes no exception
+            faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)
+            run_variant(num_pes, name, device, split)
+            faulthandler.cancel_dump_traceback_later()
             how = "split calls" if split else "whole calls"
             console().print(f"{num_pes} PEs, {name}, {how}: right ({time.perf_counter() - start:.1f} s)")
-    if only in "EPv2":
-        run_staged(device)
-        console().print("1 PE, EPv2: right")
 
 
 if __name__ == "__main__":
