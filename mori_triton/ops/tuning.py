@@ -58,15 +58,17 @@ _FEW_TOKENS = 512
 # a token a program, its whole row in registers, few enough that many programs are resident: latencies overlap
 _GPU_LL = replace(_GPU_DISPATCH, num_programs=1024, piece_bytes=16384, num_warps=4, route_tokens=1)
 _EMULATED_LL = replace(_EMULATED, route_tokens=2)
-# IntraNodeRDNA4. Few tokens: few programs dispatch, and combine has one for each tile of 512 elements of two bytes, of
-# 1024 where rows are long. More: whole tokens, in steps of these sizes
+# IntraNodeRDNA4, measured on an H200. A token for each program of dispatch: with more, too few programs are resident.
+# Few programs push: at the end each has to say that it is done. Few tokens: fewer programs dispatch, and combine has
+# one for each tile of 512 elements of two bytes, of 1024 where rows are long. More: whole tokens, in steps of these
+# sizes
 _EMULATED_RDNA4 = replace(_EMULATED, route_tokens=4)
 _GPU_RDNA4 = EpLaunchConfig(
-    num_programs=NO_LIMIT, piece_bytes=4096, num_warps=8, route_tokens=4, route_warps=4,
-    stage_programs=2048, stage_piece_bytes=4096, stage_warps=4,
+    num_programs=1056, piece_bytes=4096, num_warps=4, route_tokens=1, route_warps=4,
+    stage_programs=264, stage_piece_bytes=2048, stage_warps=2,
 )  # fmt: skip
 RDNA4_FEW_TOKENS = 256
-_RDNA4_FEW_PROGRAMS, _RDNA4_LONG_ROW = 64, 8192
+_RDNA4_FEW_PROGRAMS, _RDNA4_LONG_ROW = 256, 4096
 
 
 def launch_config(
@@ -138,11 +140,14 @@ def _built_in(device_type: str, phase: str, num_tokens: int, row_bytes: int, ker
 
 def _built_in_rdna4(device_type: str, phase: str, num_tokens: int, row_bytes: int) -> EpLaunchConfig:
     shape = _EMULATED_RDNA4 if device_type == "cpu" else _GPU_RDNA4
+    few = num_tokens <= RDNA4_FEW_TOKENS
     if phase == "dispatch":
-        few = num_tokens <= RDNA4_FEW_TOKENS
         return replace(shape, num_programs=min(shape.num_programs, _RDNA4_FEW_PROGRAMS)) if few else shape
-    if num_tokens > RDNA4_FEW_TOKENS:
-        return shape if device_type == "cpu" else replace(shape, num_warps=4)
+    if device_type != "cpu":
+        # a sum tells nobody that it is done
+        shape = replace(shape, num_programs=NO_LIMIT)
+    if not few:
+        return shape
     tile = 2048 if row_bytes >= _RDNA4_LONG_ROW else 1024
     # 16 bytes a thread, on waves of 64 too
     warps = tile // 1024

@@ -39,11 +39,12 @@ def rdna4_push_kernel(
     BATCH: tl.constexpr,  # weights of a row that are moved together
     ROW_UNITS: tl.constexpr,  # bytes of a row / ALIGN
     ALIGN: tl.constexpr,  # 16, 8, 4 or 2: divides a row's bytes and the address of every row
-    BLOCK: tl.constexpr,  # words (of min(ALIGN, 4) bytes) moved at a time
+    BLOCK: tl.constexpr,  # words (of min(ALIGN, 4) bytes) of a row moved at a time
+    BLOCK_R: tl.constexpr,  # rows of a program at a time
     WAIT: tl.constexpr,  # whether the last program also waits for the peers
     TAG: tl.constexpr,  # names this wait in error records
 ):
-    """Push rows to the PEs whose tokens they are of; the last program tells every peer. Programs (piece, row)."""
+    """Push rows to the PEs whose tokens they are of; the last program tells every peer. Programs (piece, rows)."""
     ROW_WORDS: tl.constexpr = ROW_UNITS * ((ALIGN + 3) // 4)
     NUM_PIECES: tl.constexpr = (ROW_WORDS + BLOCK - 1) // BLOCK
     shmem.prefetch(ctx)
@@ -52,26 +53,34 @@ def rdna4_push_kernel(
         me = shmem.my_pe(ctx)
         mine = tl.load(payload_bases_ptr + me)
         total = tl.minimum(tl.load(total_ptr), num_rows)
-        for row in range(tl.program_id(1), total, tl.num_programs(1)):
-            source = tl.load(sources_ptr + row)
+        row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+        next_source = tl.load(sources_ptr + row, mask=row < total, other=0)
+        for block in range(tl.program_id(1), tl.cdiv(total, BLOCK_R), tl.num_programs(1)):
+            row = block * BLOCK_R + tl.arange(0, BLOCK_R)
+            source = next_source
+            # on its way while these rows are
+            next_row = row + tl.num_programs(1) * BLOCK_R
+            next_source = tl.load(sources_ptr + next_row, mask=next_row < total, other=0)
             pe = source // MAX_TOKENS
             there = me * MAX_TOKENS + source - pe * MAX_TOKENS
-            if (pe != me) | (not KEEPS_OWN):
-                to_row = as_words(at_peer(payload_bases_ptr, mine, staging_ptr, pe), ALIGN)
-                to_row += row_offset(there, ROW_WORDS)
-                from_row = as_words(rows_ptr, ALIGN) + row_offset(row, ROW_WORDS)
-                for piece in range(tl.program_id(0), NUM_PIECES, tl.num_programs(0)):
-                    offs = piece * BLOCK + tl.arange(0, BLOCK)
-                    words = tl.load(from_row + offs, mask=offs < ROW_WORDS)
-                    tl.store(to_row + offs, words, mask=offs < ROW_WORDS, cache_modifier=".cs")
+            goes = (row < total) & ((pe != me) | (not KEEPS_OWN))
+            to_row = as_words(at_peer(payload_bases_ptr, mine, staging_ptr, pe), ALIGN) + row_offset(there, ROW_WORDS)
+            from_row = as_words(rows_ptr, ALIGN) + row_offset(row, ROW_WORDS)
+            for piece in range(tl.program_id(0), NUM_PIECES, tl.num_programs(0)):
+                offs = piece * BLOCK + tl.arange(0, BLOCK)
+                mask = goes[:, None] & (offs < ROW_WORDS)[None, :]
+                words = tl.load(from_row[:, None] + offs[None, :], mask=mask)
+                tl.store(to_row[:, None] + offs[None, :], words, mask=mask, cache_modifier=".cs")
             if weights_ptr is not None:  # noqa: SIM102 - Triton decides this one while compiling
                 # this PE's too: what dispatch gave out belongs to peers again when they have seen the signal
-                if row % tl.num_programs(0) == tl.program_id(0):
+                if block % tl.num_programs(0) == tl.program_id(0):
                     to_weights = at_peer(payload_bases_ptr, mine, staging_weights_ptr, pe) + row_offset(there, num_ids)
+                    from_weights = weights_ptr + row_offset(row, num_ids)
                     for first in range(0, num_ids, BATCH):
-                        column = first + tl.arange(0, BATCH)
-                        weights = tl.load(weights_ptr + row_offset(row, num_ids) + column, mask=column < num_ids)
-                        tl.store(to_weights + column, weights, mask=column < num_ids)
+                        column = first + tl.arange(0, BATCH)[None, :]
+                        mask = (row < total)[:, None] & (column < num_ids)
+                        weights = tl.load(from_weights[:, None] + column, mask=mask)
+                        tl.store(to_weights[:, None] + column, weights, mask=mask)
         last = signal_last(ctx, signals_ptr, control_ptr, COMBINE_ARRIVALS, COMBINE_EPOCH)
         if WAIT:  # noqa: SIM102 - Triton decides this one while compiling
             if last != 0:
