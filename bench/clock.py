@@ -13,6 +13,8 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 WARM_UPS = 3
+# more than a host needs to enqueue a barrier and a few graphs
+HOLD_US = 200
 
 
 @triton.jit(do_not_specialize=["stamps_ptr", "index"])
@@ -26,6 +28,19 @@ def ticks_kernel(stamps_ptr, NUM: tl.constexpr):
     """Read the clock many times in a row: its smallest step is the resolution of a stamp."""
     for index in range(NUM):
         tl.store(stamps_ptr + index, cuda.globaltimer())
+
+
+@triton.jit(do_not_specialize=["nanoseconds"])
+def hold_kernel(nanoseconds):
+    """Keep a stream busy."""
+    start = cuda.globaltimer()
+    while cuda.globaltimer() - start < nanoseconds:
+        pass
+
+
+def hold() -> None:
+    """Keep the current stream busy for HOLD_US: meanwhile the host enqueues what is timed, none of which then waits."""
+    hold_kernel[(1,)](HOLD_US * 1000, num_warps=1)
 
 
 def stamp(stamps: torch.Tensor, index: int) -> None:

@@ -55,7 +55,10 @@ def sample_in_world(world: Any, backend: Backend, team: Team) -> Sample:
 
 
 def sample_in_process(backend: Backend, team: Team, *, capture: bool) -> Sample:
-    """This process's pair, from a barrier of all PEs on the stream: as a graph, or (`capture` off) as calls."""
+    """This process's pair, from a barrier of all PEs on the stream: as a graph, or (`capture` off) as calls.
+
+    A graph is enqueued before its PE comes to the barrier: what the host takes to launch it is not part of the pair.
+    """
     run: Callable[[], Any] = backend.pair
     if capture:
         team.meet()
@@ -74,6 +77,8 @@ def sample_in_process(backend: Backend, team: Team, *, capture: bool) -> Sample:
 
     def on_gpu() -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if capture:
+            clock.hold()
         shmem.shmem_barrier_on_stream()
         start.record()
         run()
