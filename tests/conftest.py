@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 # Triton's cache knows a kernel by its source, not by its file, whose path is in the binary and in what faults say: two
 # checkouts that share a cache get each other's paths
 os.environ.setdefault("TRITON_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "triton-cache"))
+# before anything imports torch: each core has a worker, and worlds threads of their own; more only wait for one another
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)
@@ -23,23 +26,34 @@ def _called() -> None:
     """Something that is called."""
 
 
-@pytest.fixture(autouse=True)
-def lifting_is_measured_by_its_own_tests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Coverage makes the lifter three times as slow, a third of what a kernel costs; tests/emulator reach all of it."""
-    if sys.gettrace() is None or "emulator" in request.path.parts:
-        return
-    from mori_triton.emulator import module
+def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, out of coverage's sight."""
 
-    lift = module._lift
-
-    def untraced(text: str, entry: str) -> Any:
+    def call(*args: Any, **named: Any) -> Any:
         trace = sys.gettrace()
         sys.settrace(None)
         try:
-            return lift(text, entry)
+            return function(*args, **named)
         finally:
             sys.settrace(trace)
             # coverage takes up its own way of being called at the next call, and has to see this function's return
             _called()
 
-    monkeypatch.setattr(module, "_lift", untraced)
+    return call
+
+
+@pytest.fixture(autouse=True)
+def what_only_costs_is_not_measured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Coverage makes Triton's compiler, which is not measured, half as slow again, and the lifter three times as slow.
+
+    A kernel costs little else. Tests of the emulator's instructions reach all of the lifter.
+    """
+    if sys.gettrace() is None:
+        return
+    from triton.runtime import JITFunction
+
+    from mori_triton.emulator import module
+
+    monkeypatch.setattr(JITFunction, "_do_compile", _untraced(JITFunction._do_compile))
+    if "emulator" not in request.path.parts:
+        monkeypatch.setattr(module, "_lift", _untraced(module._lift))
