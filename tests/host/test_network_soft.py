@@ -97,10 +97,10 @@ def test_tables(provider: str) -> None:
                 "doorbell_value", "cq_doorbell", "cq_doorbell_value"}}  # fmt: skip
             every = {name for names in given.values() for name in names}
             assert {name for name in every if queue[name]} == given[provider]
-            assert queue["num_cqes"] == (32 if provider == "ionic" else 1)
+            assert queue["num_cqes"] == (16 if provider == "ionic" else 1)
             sizes = {
                 "sq": 16 * (48 if provider == "bnxt_re" else 64), "doorbell": 8, "results": 65 * 8, "ready": 16 * 8,
-                "cq": {"mlx5": 64, "bnxt_re": 32, "ionic": 32 * 32}[provider], "record": 4, "cq_doorbell": 8,
+                "cq": {"mlx5": 64, "bnxt_re": 32, "ionic": 16 * 32}[provider], "record": 4, "cq_doorbell": 8,
                 "psn_table": queue["num_psns"] * 8,
             }  # fmt: skip
             spans = sorted((queue[name], queue[name] + size) for name, size in sizes.items() if queue[name])

@@ -91,7 +91,8 @@ class SoftCard:
         provider, num_wqes = self._fabric.name, self._fabric.num_wqes
         sizes = {"num_wqes": num_wqes, "num_cqes": 1, "num_psns": 0}
         if provider == "ionic":
-            sizes["num_cqes"] = 2 * num_wqes
+            # as few as there may be: what is given back too late shows
+            sizes["num_cqes"] = num_wqes
         if provider == "bnxt_re":
             sizes["num_psns"] = 2 * num_wqes
         parts = {"sq": num_wqes * _SLOT_BYTES[provider], "cq": sizes["num_cqes"] * _CQE_BYTES[provider], "doorbell": 8}
