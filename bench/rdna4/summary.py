@@ -126,13 +126,13 @@ def heat_map(groups: Mapping[tuple[Any, ...], Sequence[Entry]], path: Path, subt
     for axis, (key, entries) in zip(axes[:, 0], groups.items(), strict=True):
         hidden, tokens = (sorted({getattr(e, name) for e in entries}) for name in ("hidden_size", "tokens"))
         grid = np.full((len(hidden), len(tokens)), np.nan)
+        # a point that was not measured stays empty
         for entry in entries:
-            if entry.correct:
-                grid[hidden.index(entry.hidden_size), tokens.index(entry.tokens)] = entry.speedup
-        shown = axis.imshow(np.log2(grid), cmap="RdYlGn", vmin=-1, vmax=1, aspect="auto")
-        for (row, column), value in np.ndenumerate(grid):
-            text = "wrong" if np.isnan(value) else f"{value:.2f}"
+            row, column = hidden.index(entry.hidden_size), tokens.index(entry.tokens)
+            grid[row, column] = entry.speedup if entry.correct else np.nan
+            text = f"{entry.speedup:.2f}" if entry.correct else "wrong"
             axis.text(column, row, text, ha="center", va="center", fontsize=8)
+        shown = axis.imshow(np.log2(grid), cmap="RdYlGn", vmin=-1, vmax=1, aspect="auto")
         axis.set_xticks(range(len(tokens)), [f"{number:,}" for number in tokens])
         axis.set_yticks(range(len(hidden)), [f"{number:,}" for number in hidden])
         axis.set(xlabel="tokens per PE", ylabel="hidden size", title=f"{title_of(key)}: speed-up")
