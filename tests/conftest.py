@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,33 @@ import pytest
 os.environ.setdefault("TRITON_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "triton-cache"))
 # before anything imports torch: each core has a worker, and worlds threads of their own; more only wait for one another
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+# parameters that say what is compiled, for what and by what way it is called; all others are values that kernels meet
+KINDS = {
+    "arch", "changes", "config", "device", "dtype", "form", "kernel", "kernel_type", "more", "mutant", "name", "on",
+    "provider", "quant", "registered", "scales", "sent", "style", "transport", "way", "weights", "word",
+}  # fmt: skip
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    every = "run every N-th case only among those of a test that differ in values alone; all that only compile"
+    parser.addoption("--every", type=int, default=1, metavar="N", help=every)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`--every`: what an older compiler does to kernels, without all that the newest has shown of them already."""
+    seen: Counter[tuple[str, ...]] = Counter()
+    chosen: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        kind = item.nodeid.partition("[")[0], *(f"{name} {params[name]}" for name in sorted(KINDS & set(params)))
+        in_turn = seen[kind] % config.getoption("every") == 0
+        (chosen if in_turn or item.get_closest_marker("compile") else left_out).append(item)
+        seen[kind] += 1
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = chosen
 
 
 @pytest.fixture(autouse=True)
@@ -43,10 +71,10 @@ def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.fixture(autouse=True)
-def what_only_costs_is_not_measured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def what_only_costs_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Coverage makes Triton's compiler, which is not measured, half as slow again, and the lifter three times as slow.
 
-    A kernel costs little else. Tests of the emulator's instructions reach all of the lifter.
+    A kernel costs little else. Tests of instructions call the lifter itself, and reach all of it.
     """
     if sys.gettrace() is None:
         return
@@ -55,5 +83,4 @@ def what_only_costs_is_not_measured(request: pytest.FixtureRequest, monkeypatch:
     from mori_triton.emulator import module
 
     monkeypatch.setattr(JITFunction, "_do_compile", _untraced(JITFunction._do_compile))
-    if "emulator" not in request.path.parts:
-        monkeypatch.setattr(module, "_lift", _untraced(module._lift))
+    monkeypatch.setattr(module, "_lift", _untraced(module._lift))
