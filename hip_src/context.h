@@ -8,7 +8,7 @@
 namespace mori {
 
 constexpr u32 kAbiVersion = 2;
-constexpr u32 kBarrierWords = 64;     // u64 words of `sync`; word r counts arrivals of round r, the last one is this PE's epoch
+constexpr u32 kBarrierWords = 64;     // u64 words of `sync`; seven a round, each written by one PE; the last one is this PE's epoch
 constexpr u32 kErrorCapacity = 16;    // records of an ErrorLog, a power of two
 constexpr u32 kContextBytes = 128;    // what the host allocates for a Context
 

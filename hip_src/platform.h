@@ -111,9 +111,10 @@ MORI_INLINE T poll_system(u64 address) {
   return __scoped_atomic_load_n(global<T>(address), __ATOMIC_RELAXED, __MEMORY_SCOPE_SYSTEM);
 }
 
-// Between release_before_barrier(), a barrier and a broadcast, acquire_after_barrier_device().
-MORI_INLINE u32 arrive_device(u64 address) {
-  return __scoped_atomic_fetch_add(global<u32>(address), 1u, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
+// Whether this arrival is the last of `count`. Between release_before_barrier() and a barrier, and a broadcast and, of who is last,
+// acquire_after_barrier_device().
+MORI_INLINE bool arrive_device(u64 address, u32 count) {
+  return __scoped_atomic_fetch_add(global<u32>(address), 1u, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE) == count - 1;
 }
 
 // An address with an index in it. Some LLVMs, for gfx1250, scale the index in the access itself, which not every access can; this
@@ -229,10 +230,14 @@ MORI_INLINE T poll_system(u64 address) {
   }
 }
 
-MORI_INLINE u32 arrive_device(u64 address) {
+// Each arrival is a release, and the last an acquire of all: their additions are one chain, of which it has read the end. An acquire
+// drops all of a first-level cache, so the others go without.
+MORI_INLINE bool arrive_device(u64 address, u32 count) {
   u32 old;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(old) : "l"(address) : "memory");
-  return old;
+  asm volatile("atom.release.gpu.global.add.u32 %0, [%1], 1;" : "=r"(old) : "l"(address) : "memory");
+  bool last = old == count - 1;
+  if (last) asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  return last;
 }
 
 MORI_INLINE u64 word_at(u64 address, u64 index) { return address + 8 * index; }

@@ -204,62 +204,104 @@ MORI_BODY i32 arrive_last(Call call, u64 counter, i32 count) {
   // nobody to ask, and nobody's stores to see but those of this program, which has met
   if (count == 1) return 1;
   if (is_elected()) {
-    last = arrive_device(counter) == (u32)count - 1;
+    last = arrive_device(counter, (u32)count);
     // read again by the next launch only
     if (last) *global<u32>(counter) = 0;
   }
   last = broadcast_after_barrier(last);
-  acquire_after_barrier_device();
+  // the others read nothing of anybody's, and keep what is cached
+  if (last) acquire_after_barrier_device();
   return last;
 }
 
-// Every PE's stores before it are visible to every PE after it. Dissemination: in round r PE i tells i + 2^r that it has come, and
-// hears from i - 2^r, ceil(log2 n) rounds. Words hold epochs, so nothing is ever cleared: a PE that is already in the next barrier
-// writes a larger one. One program per PE at a time; calls from several streams in turn are fine, since the epoch is in memory.
+// A round's peers of barrier_all(), and how many PEs its words are enough for.
+constexpr u32 kBarrierPeers = 7, kMostBarrierPes = 1u << 27;
+static_assert((kBarrierWords - 1) / kBarrierPeers == 9 && kMostBarrierPes == 1u << 3 * 9, "each round, eight times as many PEs are known");
+
+// Which of n PEs comes `distance` after `me`; n if that is once round or more.
+MORI_INLINE u64 pe_at(u64 me, u64 distance, u64 n) {
+  return distance >= n ? n : me + distance < n ? me + distance : me + distance - n;
+}
+
+// Tells the PEs of a round that are not mapped; 0, or -1 if a request failed.
+MORI_BODY i32 tell_over_network_by_one(Call call, u64 word, u64 epoch, u64 step) {
+  u32 n = fixed(&call.ctx->n_pes), me = fixed(&call.ctx->pe);
+  i32 status = 0;
+#pragma clang loop unroll(disable)
+  for (u64 distance = step; distance <= kBarrierPeers * step && distance < n; distance += step, word += 8) {
+    i32 to = (i32)pe_at(me, distance, n);
+    if (is_over_network(locate(call.ctx, word, 8, to)))
+      status |= network_put_signal(call, 0, 0, 0, word, epoch, false, to, 0);
+  }
+  return status;
+}
+
+// Every PE's stores before it are visible to every PE after it. Dissemination: in round r PE i tells the PEs i + j * 8^r, j = 1 .. 7,
+// that it has come, and hears from the PEs i - j * 8^r, in word 7 r + j - 1: one round for 8 PEs, two for 64. Distances of n or more
+// are left out, for smaller ones reach the same PEs. What a round costs is a write-back and the way of a signal, which its peers
+// share: thread j - 1 sees to the j-th, and all have told before the first one listens.
+// Words hold epochs, so nothing is ever cleared: a PE that is already in the next barrier writes a larger one. One program per PE at
+// a time; calls from several streams in turn are fine, since the epoch is in memory.
 // What the program has asked of the network is complete before the first signal, on every queue pair.
-// 0, or -1 after a time-out (recorded with tag kTagBarrierAll and the PE that was not heard of).
+// 0, or -1 after a time-out (recorded with tag kTagBarrierAll, for each PE of the round that was not heard of). Who misses a PE tells
+// nobody in later rounds.
 MORI_BODY i32 barrier_all(Call call) {
   Logged logged(call);
   Ctx ctx = call.ctx;
-  i32 status = 0;
+  u64 sync = fixed(&ctx->sync), epoch_at = sync + 8 * (kBarrierWords - 1), epoch = 0;
+  u32 n = fixed(&ctx->n_pes), me = fixed(&ctx->pe), thread = thread_index();
+  bool bad = sync == 0 || n - 1 >= kMostBarrierPes;
+  u64 word = sync + 8 * thread, step = 1, distance = thread < kBarrierPeers ? thread + 1 : n;
+  // looked up before the release, after which the context is no longer in the first-level cache
+  u64 there = locate(ctx, word, 8, (i32)pe_at(me, distance, n));
+  // read before the program meets, and written after
+  if (!bad && thread < kBarrierPeers) epoch = load_system<u64>(epoch_at) + 1;
   gather_stores(ctx);
+  if (bad) return -1;
+  i32 status = 0;
   if (is_elected()) {
-    u64 sync = fixed(&ctx->sync);
-    u32 n = fixed(&ctx->n_pes), me = fixed(&ctx->pe);
-    if (sync == 0 || n == 0) {
-      status = -1;
-    } else {
-      if (has_network(ctx)) {
-        release_to_system(warm(ctx));
-        status = network_quiet(call, -1, -1);
-      }
-      u64 epoch = add_system<u64>(sync + 8 * (kBarrierWords - 1), 1) + 1;
-      u64 word = sync;
-#pragma clang loop unroll(disable)
-      for (u64 distance = 1; distance < n; distance *= 2, word += 8) {
-        u64 to = me + distance < n ? me + distance : me + distance - n;
-        u64 from = me >= distance ? me - distance : me + n - distance;
-        u64 there = locate(ctx, word, 8, (i32)to);
-        if (there == 0) {
-          report_by_one(call, kRefused, (i32)to, kTagBarrierAll, word, 8, 0, 0);
-          status = -1;
-          break;
-        }
-        if (is_over_network(there))
-          status |= network_put_signal(call, 0, 0, 0, word, epoch, false, (i32)to, 0);
-        else
-          signal_by_one(ctx, there, epoch, false);
-        if (poll_by_one<u64>(call, word, kGe, epoch, (i32)from, kTagBarrierAll) < epoch) {
-          status = -1;
-          break;
-        }
-      }
-      if (has_network(ctx)) acquire_from_system();
+    // those that miss a PE will write over this
+    broadcast_word[0] = 0;
+    if (has_network(ctx)) {
+      release_to_system(warm(ctx));
+      status = network_quiet(call, -1, -1);
     }
   }
-  status = broadcast_after_barrier(status);
+  bool heard = true;
+#pragma clang loop unroll(disable)
+  do {
+    // behind the quiet, and behind every thread's look at how the last round ended
+    program_barrier();
+    if (distance < n) {
+      if (there == 0)
+        report_by_one(call, kRefused, (i32)pe_at(me, distance, n), kTagBarrierAll, word, 8, 0, 0);
+      else if (!is_over_network(there))
+        signal_by_one(ctx, there, epoch, false);
+    }
+    if (has_network(ctx)) {
+      if (is_elected()) status |= tell_over_network_by_one(call, word, epoch, step);
+      // no code generator may have the others listen first
+      program_barrier();
+    }
+    // behind the signals, which need not wait for it
+    if (is_elected()) store_system<u64>(epoch_at, epoch);
+    if (distance < n) {
+      i32 from = (i32)pe_at(me, n - distance, n);
+      if (there == 0 || poll_by_one<u64>(call, word, kGe, epoch, from, kTagBarrierAll) < epoch) broadcast_word[0] = 1;
+    }
+    step *= kBarrierPeers + 1;
+    distance *= kBarrierPeers + 1;
+    word += 8 * kBarrierPeers;
+    there = locate(ctx, word, 8, (i32)pe_at(me, distance, n));
+    program_barrier();
+    heard = broadcast_word[0] == 0;
+  } while (heard && step < n);
+  if (has_network(ctx)) {
+    if (is_elected()) acquire_from_system();
+    status = broadcast(status);
+  }
   acquire_after_barrier();
-  return status;
+  return heard ? status : -1;
 }
 
 }  // namespace mori

@@ -304,7 +304,7 @@ def test_a_rebuild_is_the_same_bytes_and_a_changed_source_is_noticed(
     monkeypatch.setattr(build, "ROOT", tree)
     assert build.check("clang++-19", DEVICE) == []
     source = tree / "hip_src" / "sync.h"
-    source.write_text(source.read_text().replace("distance *= 2", "distance += distance + 1"))
+    source.write_text(source.read_text().replace("step *= kBarrierPeers", "step *= 2 * kBarrierPeers"))
     problems = build.check("clang++-19", DEVICE)
     assert sum("other sources" in p for p in problems) == sum("bytes differ" in p for p in problems) == 2
 

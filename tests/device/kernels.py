@@ -176,7 +176,7 @@ def barrier_kernel(ctx, words, bad, rounds):
             tl.store(shmem.remote_ptr(ctx, words + me, pe), (i + 1) * 100 + me)
         shmem.barrier_all(ctx)
         for pe in range(n):
-            wrong += (tl.load(words + pe, volatile=True) != (i + 1) * 100 + pe).to(tl.int32)
+            wrong += (tl.load(words + pe) != (i + 1) * 100 + pe).to(tl.int32)
         shmem.barrier_all(ctx)
     tl.store(bad, wrong)
 

@@ -22,9 +22,9 @@ def requests_of(name: str, way: Way) -> int | None:
         return None
     proxy = way.transport == "proxy"
     if name.startswith("barrier"):
-        # PE 0 signals PEs 1, 2, 4, ..., unless they are mapped; the proxy is asked first whether all before is done
-        steps = [1 << i for i in range(8) if 1 << i < way.num_pes]
-        return sum(step >= (way.gpus_per_node or 1) for step in steps) + proxy
+        # PE 0 signals the up to 7 others, unless they are mapped; the proxy is asked first whether all before is done
+        assert way.num_pes <= 8
+        return way.num_pes - (way.gpus_per_node or 1) + proxy
     if name.startswith(("quiet", "fence")):
         return int(proxy)
     if "signal" in name:

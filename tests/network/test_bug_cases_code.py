@@ -269,7 +269,7 @@ def test_n3_atomics_of_the_library_reach_other_gpus() -> None:
             if ".sys." not in word:
                 narrow.append((word, re.sub(r"^_ZN4moriL\d+([a-z_]+)EN.*", r"\1", function)))
     assert num_wide > 40
-    assert narrow == [("atom.acq_rel.gpu.global.add.u32", "arrive_last")]
+    assert narrow == [("atom.release.gpu.global.add.u32", "arrive_last")]
 
 
 def test_n6_wave_sizes() -> None:
