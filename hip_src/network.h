@@ -50,7 +50,8 @@ struct alignas(64) Queue {
   u64 done;               // indices known complete
   u64 consumed;           // ionic: completions taken
   u64 polling;            // ionic: 1: someone takes completions
-  u64 error;              // 0, or the first failure: bit 63 set, the vendor's status in bits 0-7, its syndrome in 8-23
+  u64 error;              // 0, or why it is broken: bit 63 set, the vendor's status in bits 0-7, its syndrome in 8-23;
+                          // bit 62: only that a request was flushed is known
   u64 free_results;       // bit i: results[i] is free; all ones at start
   u64 pad2[3];
 };

@@ -67,7 +67,7 @@ MORI_INLINE void poll(Call call, u64 queue, i32 pe) {
   if (status == 0) return advance_done(queue, before, delta);
   // the last of those that are complete; its number may not be there yet
   delta = completed(queue, before);
-  break_queue(call, queue, pe, delta == 0 ? before : before + delta - 1, status);
+  break_queue(call, queue, pe, delta == 0 ? before : before + delta - 1, status, status == 11);
 }
 
 }  // namespace mori::bnxt

@@ -71,7 +71,8 @@ MORI_INLINE void poll(Call call, u64 queue, i32 pe) {
     // neither a later doorbell nor a request in the room that is made now may overtake this
     release_to_system(warm(call.ctx));
     advance_done(queue, before, delta);
-    if (has_failed) break_queue(call, queue, pe, before + failed - 1, status);
+    // the first of the ring, which nobody has passed: it is the reason, whatever follows
+    if (has_failed) break_queue(call, queue, pe, before + failed - 1, status, false);
     release_to_system(warm(call.ctx));
   }
   store_system<u64>(polling, 0);

@@ -45,8 +45,11 @@ MORI_INLINE void poll(Call call, u64 queue, i32 pe) {
   u32 word = load_system<u32>(cqe + 60);  // counter, signature, opcode and owner: one load, so of one completion
   u32 counter = swap_bytes(word) >> 16, opcode = word >> 28;
   if (opcode == 13 || opcode == 14) {
-    u32 reason = load_system<u32>(cqe + 52);
-    break_queue(call, queue, pe, before + (u16)(counter - (u32)before), reason >> 24 | (reason >> 16 & 0xff) << 8);
+    // the card has written it before that word: it is of the same completion or of a newer one, which was flushed
+    acquire_from_system();
+    u32 reason = load_system<u32>(cqe + 52), syndrome = reason >> 24;
+    break_queue(call, queue, pe, before + (u16)(counter - (u32)before), syndrome | (reason >> 16 & 0xff) << 8,
+                syndrome == 0x05);
   } else {
     // 0xffff before the first
     advance_done(queue, before, (u16)(counter + 1 - (u32)before));
