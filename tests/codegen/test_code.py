@@ -19,7 +19,7 @@ AMD = sorted(arch for arch in TARGETS if arch.startswith("gfx"))
 # waves of 32 and of 64; the other two targets are theirs too
 DAILY = ("gfx1201", "gfx942")
 # they move ids and weights of a token, which lie closely, at an address that may be aligned to one id only
-IDS = ("local_expert_count_kernel", "dispatch_stage_kernel")
+IDS = ("local_expert_count_kernel", "dispatch_stage_kernel", "rdna4_pull_kernel")
 IS_OLDEST = triton.__version__.startswith("3.6.")
 # by our naming, the kernels that move rows
 MOVES = r"(_(copy|ll|encode|decode|reduce|push|sum|send)|rdna4_dispatch)_kernel"
