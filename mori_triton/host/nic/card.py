@@ -17,6 +17,7 @@ from mori_triton.host.nic.agree import LIBRARIES
 from mori_triton.host.nic.completions import progress
 from mori_triton.host.nic.connection import ConnectionFacts, QueuePairEnd
 from mori_triton.host.nic.libraries import RdmaLibrary, open_provider, open_verbs
+from mori_triton.host.nic.rings import NO_DMA_BUF, unreachable
 from mori_triton.host.nic.select import Link, choose_gid
 from mori_triton.host.nic.verbs import OpenDevice
 
@@ -73,11 +74,8 @@ class NicCard:
             try:
                 region = self._device.register(address, num_bytes)
             except DriverError as error:
-                how = "no dma-buf for it" if descriptor is None else "libibverbs is too old for dma-bufs"
-                raise DriverError(
-                    f"{error}; memory of a GPU wants a driver that exports dma-bufs ({how}), or a kernel module "
-                    "that lets RDMA devices reach it (NVIDIA: nvidia-peermem)"
-                ) from error
+                how = NO_DMA_BUF if descriptor is None else "libibverbs is too old for dma-bufs"
+                raise unreachable(error, how) from error
             finally:
                 if descriptor is not None:
                     os.close(descriptor)

@@ -12,10 +12,11 @@ from functools import partial
 from typing import NamedTuple
 
 from mori_triton.errors import DriverError, require
-from mori_triton.host.drivers.base import Driver, MemoryKind
+from mori_triton.host.drivers.base import Driver
 from mori_triton.host.nic import mlx5_api as api
 from mori_triton.host.nic.connection import ConnectionFacts, QueuePairEnd
 from mori_triton.host.nic.libraries import RdmaLibrary
+from mori_triton.host.nic.rings import NO_DMA_BUF, Ring, RingMemory, register
 from mori_triton.host.nic.verbs import OpenDevice
 from mori_triton.host.nic.verbs_api import ACCESS_LOCAL_WRITE
 
@@ -26,8 +27,9 @@ RQ_BYTES = MAX_MESSAGES * _RQ_STRIDE
 SQ_BYTES = MAX_MESSAGES * _MESSAGE_BYTES
 SQ_WQES = SQ_BYTES // _WQE_BYTES
 _RINGS_BYTES = 1 << (RQ_BYTES + SQ_BYTES - 1).bit_length()
-_PAGE = 4096
+_RECORDS_BYTES = 8
 _SEND_RECORD = 4  # of a queue pair's two doorbell records the second
+_PAGE_SIZES = 2**64 - 4096  # every one that the card may cut a dma-buf into, as bits
 
 _QUEUE_PAIR_IN, _COMPLETION_IN, _SHORT_OUT = 272, 272, 16
 
@@ -144,6 +146,7 @@ class Mlx5Device:
 
     def __init__(self, device: OpenDevice, library: RdmaLibrary, driver: Driver) -> None:
         self._device, self._library, self._driver = device, library, driver
+        self._memory = RingMemory(device, driver)
         pd = api.DvPd()
         wanted = api.DvObj()
         wanted.pd.in_, wanted.pd.out = device.pd, ctypes.pointer(pd)
@@ -151,16 +154,26 @@ class Mlx5Device:
         self.pd_number: int = pd.pdn
         self._max_reads = max(1, device.attributes().max_qp_rd_atom)
 
-    def _ring(self, num_bytes: int, fill: int) -> tuple[int, int]:
-        """Address of new memory of the GPU, and what the card knows it by."""
-        address = self._driver.alloc(num_bytes, kind=MemoryKind.UNCACHED, alignment=_PAGE)
-        self._device.owns(partial(self._driver.free, address))
-        if fill:
-            self._driver.memset(address, fill, num_bytes)
-        about = f"{num_bytes} bytes at {address:#x} for {self._device.name}"
-        umem = self._library.call("umem_reg", self._device.context, address, num_bytes, ACCESS_LOCAL_WRITE, about=about)
-        self._device.owns(partial(self._library.call, "umem_dereg", umem, about=about))
-        return address, umem.contents.umem_id
+    def _umem(self, ring: Ring, descriptor: int | None) -> int:
+        """What the card knows a ring by."""
+        call, context = self._library.call, self._device.context
+        about = f"{ring.num_bytes} bytes at {ring.address:#x} for {self._device.name}"
+
+        def by_dma_buf() -> ctypes._Pointer[api.DevxUmem]:
+            wanted = api.DevxUmemIn(
+                addr=ring.offset, size=ring.page_bytes, access=ACCESS_LOCAL_WRITE, pgsz_bitmap=_PAGE_SIZES,
+                comp_mask=api.UMEM_MASK_DMABUF, dmabuf_fd=descriptor,
+            )  # fmt: skip
+            return call("umem_reg_ex", context, ctypes.byref(wanted), about=f"{about}, a dma-buf")
+
+        def by_address() -> ctypes._Pointer[api.DevxUmem]:
+            return call("umem_reg", context, ring.address, ring.num_bytes, ACCESS_LOCAL_WRITE, about=about)
+
+        there = self._library.has("umem_reg_ex")
+        lacks = NO_DMA_BUF if there else "libmlx5 is too old for dma-bufs"
+        umem = register(by_dma_buf if there and descriptor is not None else None, by_address, lacks)
+        self._device.owns(partial(call, "umem_dereg", umem, about=about))
+        return umem.contents.umem_id
 
     def _create(self, command: bytearray, what: str) -> tuple[api.DevxObj, int]:
         out = bytearray(_SHORT_OUT)
@@ -186,25 +199,29 @@ class Mlx5Device:
         page, eqn = uar.contents.page_id, ctypes.c_uint32()
         call("query_eqn", context, 0, ctypes.byref(eqn), about=self._device.name)
 
-        # 0xff: nothing has completed yet
-        cq_address, cq_umem = self._ring(MAX_MESSAGES * _CQE_BYTES, 0xFF)
-        _, cq_records = self._ring(8, 0)
-        values = {"dbr_umem_valid": 1, "collapsed": 1, "overrun_ignore": 1, "dbr_umem_id": cq_records, "uar_page": page}
-        values |= {"log_cq_size": MAX_MESSAGES.bit_length() - 1, "c_eqn": eqn.value}
-        values |= {"cq_umem_id": cq_umem, "cq_umem_valid": 1}
-        _, cq = self._create(_command(_CREATE_CQ, _COMPLETION_IN, CQ, values), "CREATE_CQ")
+        with self._memory.take((MAX_MESSAGES * _CQE_BYTES, _RECORDS_BYTES, _RINGS_BYTES, _RECORDS_BYTES)) as (
+            (completions, cq_records, rings, records),
+            descriptor,
+        ):
+            # nothing has completed yet
+            self._driver.memset(completions.address, 0xFF, completions.num_bytes)
+            values = {"dbr_umem_valid": 1, "collapsed": 1, "overrun_ignore": 1, "uar_page": page, "c_eqn": eqn.value}
+            values |= {"log_cq_size": MAX_MESSAGES.bit_length() - 1, "cq_umem_valid": 1}
+            values |= {"cq_umem_id": self._umem(completions, descriptor)}
+            values |= {"dbr_umem_id": self._umem(cq_records, descriptor)}
+            _, cq = self._create(_command(_CREATE_CQ, _COMPLETION_IN, CQ, values), "CREATE_CQ")
 
-        rings, rings_umem = self._ring(_RINGS_BYTES, 0)
-        records, records_umem = self._ring(8, 0)
-        values = {"pm_state": _MIGRATED, "pd": self.pd_number, "ts_format": _REAL_TIME_STAMPS, "uar_page": page}
-        values |= {"log_rq_size": MAX_MESSAGES.bit_length() - 1, "log_rq_stride": 0}
-        values |= {"log_sq_size": SQ_WQES.bit_length() - 1, "cqn_snd": cq, "cqn_rcv": cq}
-        values |= {"dbr_umem_valid": 1, "dbr_umem_id": records_umem, "wq_umem_id": rings_umem, "wq_umem_valid": 1}
-        handle, number = self._create(_command(_CREATE_QP, _QUEUE_PAIR_IN, QP, values), "CREATE_QP")
+            values = {"pm_state": _MIGRATED, "pd": self.pd_number, "ts_format": _REAL_TIME_STAMPS, "uar_page": page}
+            values |= {"log_rq_size": MAX_MESSAGES.bit_length() - 1, "log_rq_stride": 0}
+            values |= {"log_sq_size": SQ_WQES.bit_length() - 1, "cqn_snd": cq, "cqn_rcv": cq}
+            values |= {"wq_umem_valid": 1, "wq_umem_id": self._umem(rings, descriptor)}
+            values |= {"dbr_umem_valid": 1, "dbr_umem_id": self._umem(records, descriptor)}
+            handle, number = self._create(_command(_CREATE_QP, _QUEUE_PAIR_IN, QP, values), "CREATE_QP")
 
         made = Mlx5QueuePair(
-            number, rings + RQ_BYTES, records + _SEND_RECORD, uar.contents.reg_addr, cq_address, handle
-        )
+            number, rings.address + RQ_BYTES, records.address + _SEND_RECORD, uar.contents.reg_addr,
+            completions.address, handle,
+        )  # fmt: skip
         values = {"pm_state": _MIGRATED, "atomic_mode": _ATOMICS_OF_8_BYTES, "rre": 1, "rwe": 1, "rae": 1}
         self._modify(made, _RST2INIT, values | {"vhca_port_num": port}, "RST2INIT_QP")
         return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 
 from mori_triton.host.nic import mlx5_api
 from tests.host.nic.fake_rdma import FakeLibrary, address
@@ -39,6 +40,16 @@ class FakeMlx5(FakeLibrary):
     def do_umem_reg(self, context, at, num_bytes, access):
         made = mlx5_api.DevxUmem(umem_id=next(self._ids))
         self.umems[made.umem_id] = (at, num_bytes)
+        return self.struct("umem", made)
+
+    def do_umem_reg_ex(self, context, wanted):
+        given = wanted[0]
+        # every size of whole pages, and a dma-buf that is open
+        assert (given.comp_mask, given.pgsz_bitmap, given.access) == (1, 2**64 - 4096, 1)
+        assert given.size % 4096 == 0
+        os.fstat(given.dmabuf_fd)
+        made = mlx5_api.DevxUmem(umem_id=next(self._ids))
+        self.umems[made.umem_id] = (given.addr or 0, given.size)
         return self.struct("umem", made)
 
     def do_umem_dereg(self, umem):

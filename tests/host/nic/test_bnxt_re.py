@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 
 import pytest
 
@@ -38,6 +39,9 @@ class FakeBnxt(FakeLibrary):
     def __init__(self, **options) -> None:
         super().__init__(**options)
         self.umems: dict[int, tuple[int, int]] = {}  # handle: address, bytes
+        self.descriptors: dict[int, int] = {}  # of those that are dma-bufs
+        # a kernel that makes no completion queue of one
+        self.no_dma_buf = False
         self.made: list[dict[str, object]] = []
         self.states: list[tuple[dict[str, object], int]] = []
         self.page = (ctypes.c_uint64 * 1)()
@@ -48,15 +52,30 @@ class FakeBnxt(FakeLibrary):
 
     def do_umem_reg(self, context, wanted):
         handle = self.new("umem")
-        self.umems[handle] = (wanted[0].addr, wanted[0].size)
-        assert plain(wanted[0]).keys() == {"addr", "size", "access_flags"}
-        assert wanted[0].access_flags == 1
+        given = plain(wanted[0])
+        self.umems[handle] = (given.pop("addr", 0), given.pop("size"))
+        if "dmabuf_fd" in given:
+            # noted, and used when a queue is made of it
+            self.descriptors[handle] = given.pop("dmabuf_fd")
+            assert (given.pop("comp_mask"), given.pop("pgsz_bitmap")) == (1, 2**64 - 4096)
+        assert given == {"access_flags": 1}
         return handle
+
+    def check_open(self, *umems):
+        for umem in umems:
+            if umem.value in self.descriptors:
+                if self.no_dma_buf:
+                    return False
+                os.fstat(self.descriptors[umem.value])
+        return True
 
     def do_umem_dereg(self, umem):
         return self.drop(umem)
 
     def do_create_cq(self, context, wanted):
+        if not self.check_open(wanted[0].umem_handle):
+            ctypes.set_errno(errno.EOPNOTSUPP)
+            return None
         self.made.append(plain(wanted[0]))
         return self.new("cq")
 
@@ -69,6 +88,7 @@ class FakeBnxt(FakeLibrary):
         return 0
 
     def do_create_qp(self, pd, wanted):
+        assert self.check_open(wanted[0].sq_umem_handle, wanted[0].rq_umem_handle)
         self.made.append(plain(wanted[0]))
         return self.struct("qp", verbs_api.Qp(qp_num=0x4321))
 
