@@ -199,7 +199,7 @@ SM_90 = {
     "store16": r"st\.global\S*\.v4\.b32",
     # PTX orders through a barrier; the atomic's own release covers the program
     "device_release": r"bar\.sync",
-    "arrival": r"atom\.acq_rel\.gpu\.global\.add",
+    "arrival": r"atom\.release\.gpu\.global\.add",
     "release": r"fence\.acq_rel\.sys",
     "signal": r"st\.relaxed\.sys\.global\.u64",
     "poll": r"ld\.relaxed\.sys\.global\.u64",
