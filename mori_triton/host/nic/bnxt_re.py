@@ -13,7 +13,7 @@ from mori_triton.host.nic import states
 from mori_triton.host.nic import verbs_api as verbs
 from mori_triton.host.nic.connection import ConnectionFacts, QueuePairEnd
 from mori_triton.host.nic.libraries import RdmaLibrary
-from mori_triton.host.nic.rings import NO_DMA_BUF, Ring, RingMemory, register
+from mori_triton.host.nic.rings import NO_DMA_BUF, PAGE_SIZES, Ring, RingMemory, register
 from mori_triton.host.nic.verbs import OpenDevice
 
 NUM_WQES = 4096
@@ -24,7 +24,6 @@ NUM_PSNS = (1 << (NUM_SLOTS - 1).bit_length()) // 2
 RQ_BYTES = -(-NUM_SLOTS * _SLOT_BYTES // _PAGE) * _PAGE
 SQ_BYTES = -(-(NUM_SLOTS * _SLOT_BYTES + NUM_PSNS * _PSN_BYTES) // _PAGE) * _PAGE
 _MAX_INLINE_BYTES = 16
-_PAGE_SIZES = 2**64 - 4096  # every one that the card may cut a dma-buf into, as bits
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class BnxtDevice:
         about = f"{ring.num_bytes} bytes at {ring.address:#x} for {self._device.name}"
         if descriptor is not None:
             # the address is where in the dma-buf
-            wanted.addr, wanted.size, wanted.pgsz_bitmap = ring.offset, ring.page_bytes, _PAGE_SIZES
+            wanted.addr, wanted.size, wanted.pgsz_bitmap = ring.offset, ring.page_bytes, PAGE_SIZES
             wanted.comp_mask, wanted.dmabuf_fd = api.DV_UMEM_FLAGS_DMABUF, descriptor
             about += ", a dma-buf"
         return self._library.call("umem_reg", self._device.context, ctypes.byref(wanted), about=about)

@@ -16,7 +16,7 @@ from mori_triton.host.drivers.base import Driver
 from mori_triton.host.nic import mlx5_api as api
 from mori_triton.host.nic.connection import ConnectionFacts, QueuePairEnd
 from mori_triton.host.nic.libraries import RdmaLibrary
-from mori_triton.host.nic.rings import NO_DMA_BUF, Ring, RingMemory, register
+from mori_triton.host.nic.rings import NO_DMA_BUF, PAGE_SIZES, Ring, RingMemory, register
 from mori_triton.host.nic.verbs import OpenDevice
 from mori_triton.host.nic.verbs_api import ACCESS_LOCAL_WRITE
 
@@ -29,7 +29,6 @@ SQ_WQES = SQ_BYTES // _WQE_BYTES
 _RINGS_BYTES = 1 << (RQ_BYTES + SQ_BYTES - 1).bit_length()
 _RECORDS_BYTES = 8
 _SEND_RECORD = 4  # of a queue pair's two doorbell records the second
-_PAGE_SIZES = 2**64 - 4096  # every one that the card may cut a dma-buf into, as bits
 
 _QUEUE_PAIR_IN, _COMPLETION_IN, _SHORT_OUT = 272, 272, 16
 
@@ -161,7 +160,7 @@ class Mlx5Device:
 
         def by_dma_buf() -> ctypes._Pointer[api.DevxUmem]:
             wanted = api.DevxUmemIn(
-                addr=ring.offset, size=ring.page_bytes, access=ACCESS_LOCAL_WRITE, pgsz_bitmap=_PAGE_SIZES,
+                addr=ring.offset, size=ring.page_bytes, access=ACCESS_LOCAL_WRITE, pgsz_bitmap=PAGE_SIZES,
                 comp_mask=api.UMEM_MASK_DMABUF, dmabuf_fd=descriptor,
             )  # fmt: skip
             return call("umem_reg_ex", context, ctypes.byref(wanted), about=f"{about}, a dma-buf")

@@ -14,6 +14,7 @@ from mori_triton.host.drivers.base import Driver, MemoryKind
 from mori_triton.host.nic.verbs import OpenDevice
 
 _PAGE = 4096
+PAGE_SIZES = 2**64 - _PAGE  # every one that a card may cut a dma-buf into, as bits
 # for several queue pairs: memory that may be exported is of whole 2 MiB
 _BLOCK_BYTES = 16 << 20
 NO_DMA_BUF = "no dma-buf for it"
@@ -52,7 +53,8 @@ class RingMemory:
 
     def __init__(self, device: OpenDevice, driver: Driver) -> None:
         self._device, self._driver = device, driver
-        self._at = self._end = 0
+        # the newest block: where it begins, what of it is taken, where it ends
+        self._block = self._at = self._end = 0
 
     @contextmanager
     def take(self, sizes: Sequence[int]) -> Iterator[tuple[list[Ring], int | None]]:
@@ -65,9 +67,11 @@ class RingMemory:
             offsets.append(num_bytes)
             num_bytes += -(-size // _PAGE) * _PAGE
         address = self._take(num_bytes)
-        descriptor = self._driver.export_dma_buf(address, num_bytes)
+        # of all of the block: AMD's descriptor stands for a whole allocation, wherever in it the address is
+        descriptor = self._driver.export_dma_buf(self._block, self._end - self._block)
+        start = address - self._block
         try:
-            yield [Ring(address + at, size, at) for at, size in zip(offsets, sizes, strict=True)], descriptor
+            yield [Ring(address + at, size, start + at) for at, size in zip(offsets, sizes, strict=True)], descriptor
         finally:
             if descriptor is not None:
                 os.close(descriptor)
@@ -76,9 +80,9 @@ class RingMemory:
         if self._end - self._at < num_bytes:
             block = max(num_bytes, _BLOCK_BYTES)
             # smaller ones that may not be exported share pages, and a dma-buf, with other memory
-            self._at = self._driver.alloc(block, kind=MemoryKind.UNCACHED, alignment=_PAGE, exportable=True)
-            self._end = self._at + block
-            self._device.owns(partial(self._driver.free, self._at))
+            self._block = self._driver.alloc(block, kind=MemoryKind.UNCACHED, alignment=_PAGE, exportable=True)
+            self._at, self._end = self._block, self._block + block
+            self._device.owns(partial(self._driver.free, self._block))
         address, self._at = self._at, self._at + num_bytes
         return address
 
