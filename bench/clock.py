@@ -13,8 +13,8 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 WARM_UPS = 3
-# more than a host needs to enqueue a barrier and a few graphs
-HOLD_US = 200
+# 200 us at 2 GHz, more than a host needs to enqueue a barrier and a few graphs
+HOLD_CYCLES = 400_000
 
 
 @triton.jit(do_not_specialize=["stamps_ptr", "index"])
@@ -30,17 +30,9 @@ def ticks_kernel(stamps_ptr, NUM: tl.constexpr):
         tl.store(stamps_ptr + index, cuda.globaltimer())
 
 
-@triton.jit(do_not_specialize=["nanoseconds"])
-def hold_kernel(nanoseconds):
-    """Keep a stream busy."""
-    start = cuda.globaltimer()
-    while cuda.globaltimer() - start < nanoseconds:
-        pass
-
-
 def hold() -> None:
-    """Keep the current stream busy for HOLD_US: meanwhile the host enqueues what is timed, none of which then waits."""
-    hold_kernel[(1,)](HOLD_US * 1000, num_warps=1)
+    """Keep the current stream busy. What the host enqueues meanwhile, to be timed, does not wait for the host."""
+    torch.cuda._sleep(HOLD_CYCLES)
 
 
 def stamp(stamps: torch.Tensor, index: int) -> None:

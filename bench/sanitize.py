@@ -1,4 +1,4 @@
-"""A small, exact run of every kernel for compute-sanitizer, under two minutes with the tool:
+"""A small, exact run of every kernel for compute-sanitizer, with the tool under a minute for one PE:
 
     python3 bench/sanitize.py                                   # fills Triton's cache; PYTHONPATH=. if not installed
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
@@ -7,8 +7,8 @@
 
 A tool may run one kernel at a time, so no kernel may wait for one that starts later. One PE alone waits for itself
 only: there every call is made. Several PEs use the split calls: all send, the device finishes, and only then do they
-receive. They also take turns, so that one thread at a time loads, launches and allocates: racecheck lost a launch of
-two threads, and stopped there. `--concurrent` makes the calls that wait on several PEs too, and without turns, for
+receive. They also take turns, so that one thread at a time loads, launches and allocates: racecheck stood still in a
+world of two threads. `--concurrent` makes the calls that wait on several PEs too, and without turns, for
 tools that let kernels run side by side. Without the caching allocator every tensor is an allocation of its own, so an
 access behind its end is seen. A run that does not end says where each thread is, and the status is 1.
 """

@@ -105,7 +105,7 @@ def test_a_bad_option_is_named(options: list[str], says: str) -> None:
 # ------------------------------------------------------------------------------------------------------------ verdicts
 def row(what: str, us: float, ours: bool, ratio: float | None = None, **more: Any) -> dict[str, Any]:
     times = {"what": what, "median_us": us, "ours": ours, "link_ratio": ratio, "speedup": 200.0 / us if ours else 1.0}
-    return {"kind": "compare", "how": "graph", "tokens": 4096, "dtype": "bf16", **times, **more}
+    return {"kind": "compare", "how": "graph", "tokens": 4096, "dtype": "bf16", "way": "W", **times, **more}
 
 
 @pytest.mark.cpu
@@ -119,8 +119,8 @@ def test_verdicts():
     ]  # fmt: skip
     assert verdicts(rows) == [
         "NOT met: 128 tokens, bf16, dispatch + combine: 50.0 µs, the best of the others 40.0 µs",
-        "met: 4096 tokens, bf16, dispatch: 0.900 of the peer copy rate, want 0.85",
-        "NOT met: 4096 tokens, bf16, combine: 0.700 of the peer copy rate, want 0.85",
+        "met: 4096 tokens, bf16, dispatch (W): 0.900 of the peer copy rate, want 0.85",
+        "NOT met: 4096 tokens, bf16, combine (W): 0.700 of the peer copy rate, want 0.85",
         "met: 4096 tokens, bf16, dispatch + combine: 100.0 µs, the best of the others 200.0 µs",
         "2.83 times as fast as all-gather + reduce-scatter, geometric mean of 2",
     ]

@@ -186,8 +186,9 @@ def verdicts(rows: list[dict[str, Any]]) -> list[str]:
 
         if tokens >= 4096:
             for what in PHASES[:2]:
-                ratio = best(what, True)["link_ratio"]
-                text = f"{tokens} tokens, {dtype}, {what}: {ratio:.3f} of the peer copy rate, want 0.85"
+                mine = best(what, True)
+                ratio, way = mine["link_ratio"], mine["way"]
+                text = f"{tokens} tokens, {dtype}, {what} ({way}): {ratio:.3f} of the peer copy rate, want 0.85"
                 lines.append(f"{_met(ratio >= 0.85)}: {text}")
         mine, theirs = best(PHASES[2], True), best(PHASES[2], False)
         gains.append(mine["speedup"])

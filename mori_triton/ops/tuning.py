@@ -59,9 +59,9 @@ _FEW_TOKENS = 512
 _GPU_LL = replace(_GPU_DISPATCH, num_programs=1024, piece_bytes=16384, num_warps=4, route_tokens=1)
 _EMULATED_LL = replace(_EMULATED, route_tokens=2)
 # IntraNodeRDNA4, measured on one H200 and between two. Few programs push: at the end each has to say that it is done.
-# Few tokens: dispatch has a program for each, and combine one for each tile of 512 elements of two bytes, of 1024 where
-# rows are long. More: dispatch asks for the slots of several tokens at once, which between GPUs takes longest, and
-# combine moves whole tokens, in steps of these sizes
+# Few tokens: dispatch has a program for each, and combine splits rows into tiles of 512 elements of two bytes, of 1024
+# where they are long. More: dispatch asks for the slots of several tokens at once, which between GPUs takes longest,
+# and combine moves whole tokens, in steps of these sizes
 _EMULATED_RDNA4 = replace(_EMULATED, route_tokens=4)
 _GPU_RDNA4 = EpLaunchConfig(
     num_programs=1056, piece_bytes=2048, num_warps=2, route_tokens=4, route_warps=4,
