@@ -43,7 +43,8 @@ def rounds_kernel(ctx, x_ptr, staging_ptr, words_ptr, out_ptr, rounds, COUNT: tl
 
 
 def say(text: object) -> None:
-    print(f"PE {mori.shmem.shmem_mype()}: {text}", flush=True)
+    # torchrun's processes write each string at once, and share a pipe: the end of a line apart may come after another's
+    print(f"PE {mori.shmem.shmem_mype()}: {text}\n", end="", flush=True)
 
 
 def exact(pe: int, n: int) -> None:
