@@ -122,7 +122,7 @@ class Driver(Protocol):
 
     def export_dma_buf(self, address: int, num_bytes: int) -> int | None:
         """A file descriptor by which RDMA devices reach memory of this driver, an allocation that begins at `address`;
-        the caller closes it. None: there is none, such as for memory of the host.
+        the caller closes it. None: there is none, such as for memory of the host, or for a part of an allocation.
         """
         ...
 

@@ -34,12 +34,13 @@ def map_host(gpu: Gpu, address: int, num_bytes: int, registers: bool, failures: 
 
 
 def export_dma_buf(gpu: Gpu, owner: Allocation, address: int, least: int) -> int | None:
-    """A descriptor of a dma-buf for what `owner` has from `address` on, which the caller closes.
+    """A descriptor of a dma-buf for all of `owner`, which the caller closes.
 
-    None: this driver has none, `address` is in the middle of a page, or there are not `least` bytes in whole pages.
+    None: this driver has none, `owner` does not begin at `address` and with a page, or there are not `least` bytes in
+    whole pages. Of an address further in, AMD's descriptor would stand for the whole allocation, NVIDIA's would not.
     """
-    num_bytes = (owner.address + owner.num_bytes - address) // _PAGE * _PAGE
-    if not gpu.library.has("dma_buf") or address % _PAGE or num_bytes < least:
+    num_bytes = owner.num_bytes // _PAGE * _PAGE
+    if not gpu.library.has("dma_buf") or address != owner.address or address % _PAGE or num_bytes < least:
         return None
     descriptor = ctypes.c_int(-1)
     try:

@@ -84,5 +84,6 @@ FUNCTIONS = {
     "obj_destroy": _row(c_int, "mlx5dv_devx_obj_destroy", DevxObj),
     "init_obj": _row(c_int, "mlx5dv_init_obj", POINTER(DvObj), c_uint64),
 }
-# for memory that is a dma-buf. Of older libraries, such as Ubuntu 22.04's, it has no `dmabuf_fd` and refuses its mask
+# for memory that is a dma-buf. Of older libraries, such as Ubuntu 22.04's, it has no `dmabuf_fd`: the mask
+# is refused, or the address, which of a dma-buf is an offset
 OPTIONAL = {"umem_reg_ex"}

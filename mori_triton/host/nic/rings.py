@@ -67,7 +67,6 @@ class RingMemory:
             offsets.append(num_bytes)
             num_bytes += -(-size // _PAGE) * _PAGE
         address = self._take(num_bytes)
-        # of all of the block: AMD's descriptor stands for a whole allocation, wherever in it the address is
         descriptor = self._driver.export_dma_buf(self._block, self._end - self._block)
         start = address - self._block
         try:
