@@ -58,15 +58,17 @@ _FEW_TOKENS = 512
 # a token a program, its whole row in registers, few enough that many programs are resident: latencies overlap
 _GPU_LL = replace(_GPU_DISPATCH, num_programs=1024, piece_bytes=16384, num_warps=4, route_tokens=1)
 _EMULATED_LL = replace(_EMULATED, route_tokens=2)
-# IntraNodeRDNA4, measured on one H200 and between two. Few programs push: at the end each has to say that it is done.
-# Few tokens: dispatch has a program for each, and combine splits rows into tiles of 512 elements of two bytes, of 1024
-# where they are long. More: dispatch asks for the slots of several tokens at once, which between GPUs takes longest,
-# and combine moves whole tokens, in steps of these sizes
+# IntraNodeRDNA4, measured on one H200 and between two. Few tokens: dispatch has a program for each, and combine splits
+# rows into tiles of 512 elements of two bytes, of 1024 where they are long. More: dispatch asks for the slots of
+# several tokens at once, which between GPUs takes longest, and combine moves whole tokens, in steps of these sizes.
+# Few programs push: at the end each has to say that it is done
 _EMULATED_RDNA4 = replace(_EMULATED, route_tokens=4)
-_GPU_RDNA4 = EpLaunchConfig(
+_GPU_RDNA4_COMBINE = EpLaunchConfig(
     num_programs=1056, piece_bytes=2048, num_warps=2, route_tokens=4, route_warps=4,
     stage_programs=264, stage_piece_bytes=2048, stage_warps=2,
 )  # fmt: skip
+_GPU_RDNA4_DISPATCH = replace(_GPU_RDNA4_COMBINE, num_programs=NO_LIMIT, num_warps=4)
+_GPU_RDNA4_DISPATCH_FEW = replace(_GPU_RDNA4_DISPATCH, piece_bytes=4096, route_tokens=1)
 RDNA4_FEW_TOKENS = 256
 _RDNA4_LONG_ROW = 4096
 
@@ -139,12 +141,13 @@ def _built_in(device_type: str, phase: str, num_tokens: int, row_bytes: int, ker
 
 
 def _built_in_rdna4(device_type: str, phase: str, num_tokens: int, row_bytes: int) -> EpLaunchConfig:
-    shape = _EMULATED_RDNA4 if device_type == "cpu" else _GPU_RDNA4
     few = num_tokens <= RDNA4_FEW_TOKENS
-    if phase == "dispatch" and device_type != "cpu":
-        if few:
-            return replace(shape, num_programs=RDNA4_FEW_TOKENS, piece_bytes=4096, num_warps=4, route_tokens=1)
-        return replace(shape, num_programs=NO_LIMIT, num_warps=4)
+    if device_type == "cpu":
+        shape = _EMULATED_RDNA4
+    elif phase == "dispatch":
+        shape = _GPU_RDNA4_DISPATCH_FEW if few else _GPU_RDNA4_DISPATCH
+    else:
+        shape = _GPU_RDNA4_COMBINE
     if phase == "dispatch" or not few:
         return shape
     tile = 2048 if row_bytes >= _RDNA4_LONG_ROW else 1024

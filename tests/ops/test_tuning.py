@@ -79,6 +79,24 @@ def test_one_kernel_for_all_takes_single_tokens():
     assert combines[0] == combines[1]
 
 
+@pytest.mark.parametrize("device", ["cuda", "hip"])
+@pytest.mark.parametrize(("hidden", "tile"), [(1024, 512), (2047, 512), (2048, 1024), (7168, 1024)])
+def test_rdna4_takes_tiles_and_single_tokens_of_few(device, hidden, tile):
+    call = {"row_bytes": 2 * hidden, "dtype": BF16, "top_k": 8, "kernel_type": "IntraNodeRDNA4"}
+    for num_tokens in (1, 256):
+        combine = launch_config(device, "combine", num_tokens, **call)
+        assert combine.piece_bytes == combine.stage_piece_bytes == 2 * tile
+        # 16 bytes for each thread, also of waves of 64
+        assert combine.num_warps == combine.stage_warps == tile // 512
+        dispatch = launch_config(device, "dispatch", num_tokens, **call)
+        assert dispatch.num_programs >= num_tokens
+        assert dispatch.route_tokens == 1
+    for phase in ("dispatch", "combine"):
+        more = [launch_config(device, phase, num_tokens, **call) for num_tokens in (257, 16384)]
+        assert more[0] == more[1]
+    assert launch_config(device, "dispatch", 257, **call).route_tokens == 4
+
+
 def test_explicit_numbers_win_over_everything():
     ruled = EpTuningTables(table(rule(128, 77)), table(rule(128, 78, zero_copy=True, quant_type="none")))
     for phase, tables in itertools.product(("dispatch", "combine"), (None, ruled)):
