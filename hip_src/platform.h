@@ -5,7 +5,7 @@
 // kernel's own code generator resolves.
 //
 // Every function here and above is called by all threads of a program (workgroup, CTA) in uniform control flow. A function
-// named `*_by_one` is called by the elected thread alone.
+// named `*_by_one` is called by single threads, in any control flow; most often by the elected one alone.
 #pragma once
 
 namespace mori {

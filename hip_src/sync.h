@@ -243,8 +243,8 @@ MORI_BODY i32 tell_over_network_by_one(Call call, u64 word, u64 epoch, u64 step)
 // Words hold epochs, so nothing is ever cleared: a PE that is already in the next barrier writes a larger one. One program per PE at
 // a time; calls from several streams in turn are fine, since the epoch is in memory.
 // What the program has asked of the network is complete before the first signal, on every queue pair.
-// 0, or -1 after a time-out (recorded with tag kTagBarrierAll, for each PE of the round that was not heard of). Who misses a PE tells
-// nobody in later rounds.
+// 0, or -1 after a time-out, or if a PE cannot be reached (recorded with tag kTagBarrierAll, for each PE of the round that was not heard
+// of or told). Who misses a PE, or cannot tell it, tells the others of the round, and nobody in later ones.
 MORI_BODY i32 barrier_all(Call call) {
   Logged logged(call);
   Ctx ctx = call.ctx;
