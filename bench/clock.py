@@ -31,7 +31,10 @@ def ticks_kernel(stamps_ptr, NUM: tl.constexpr):
 
 
 def hold() -> None:
-    """Keep the current stream busy. What the host enqueues meanwhile, to be timed, does not wait for the host."""
+    """Keep the current stream busy. What the host enqueues meanwhile, to be timed, does not wait for the host.
+
+    By torch, on every GPU that it knows.
+    """
     torch.cuda._sleep(HOLD_CYCLES)
 
 

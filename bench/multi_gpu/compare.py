@@ -13,6 +13,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -124,8 +125,7 @@ def compare(
     """Check and time every way on one problem. Rows are written on rank 0."""
     everyone = [problems.inputs(problem, pe, group.device) for pe in range(group.size)]
     ways: list[Way] = [Op(group, problem, everyone, zero_copy=True), Op(group, problem, everyone, zero_copy=False)]
-    small = Problem(**{**problem.__dict__, "kernel_type": "IntraNodeLL"})
-    ways.append(Op(group, small, everyone, zero_copy=True))
+    ways.append(Op(group, replace(problem, kernel_type="IntraNodeLL"), everyone, zero_copy=True))
     ways += [GatherScatter(group, problem, everyone, wire), AllToAll(group, problem, everyone, wire)]
     for way in ways:
         way.check()

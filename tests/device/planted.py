@@ -77,6 +77,12 @@ def planted(edits: tuple[Edit, ...], *, wrong: bool, directory: Path) -> Path:
     return directory / library
 
 
+def both(edits: tuple[Edit, ...], directory: Path) -> tuple[Path, Path]:
+    """The library as it is wrong, and as it is right."""
+    wrong, right = (planted(edits, wrong=which, directory=directory / str(which)) for which in (True, False))
+    return wrong, right
+
+
 def failures(
     library: Path, program: Program, *, arch: str, provider: str = "mlx5", seeds: int = SEEDS, **network: Any
 ) -> Iterator[str]:

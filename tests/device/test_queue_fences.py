@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mori_triton import shmem as host
-from tests.device.planted import CLANG, PAUSE, Edit, Program, crowd, failures, planted
+from tests.device.planted import CLANG, PAUSE, Edit, Program, both, crowd, failures
 from tests.device.test_network import read_again_kernel
 
 pytestmark = [
@@ -72,9 +72,6 @@ FENCES = {
 @pytest.mark.parametrize("name", FENCES)
 def test_a_fence_that_is_left_out_is_found(name: str, tmp_path: Path) -> None:
     fence = FENCES[name]
-    without, whole = (
-        planted(fence.edits, wrong=wrong, directory=tmp_path / folder)
-        for wrong, folder in ((True, "without"), (False, "whole"))
-    )
+    without, whole = both(fence.edits, tmp_path)
     assert any(failures(without, fence.program, arch=fence.arch))
     assert not any(failures(whole, fence.program, arch=fence.arch))

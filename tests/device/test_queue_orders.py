@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.device.planted import CLANG, PAUSE, SEEDS, Edit, Program, crowd, failures, planted
+from tests.device.planted import CLANG, PAUSE, SEEDS, Edit, Program, both, crowd, failures
 
 pytestmark = [
     pytest.mark.cpu,
@@ -209,10 +209,7 @@ ORDERS = {
 @pytest.mark.parametrize("name", ORDERS)
 def test_the_other_order_is_found(name: str, tmp_path: Path) -> None:
     order = ORDERS[name]
-    wrong, right = (
-        planted(order.edits, wrong=wrong, directory=tmp_path / folder)
-        for wrong, folder in ((True, "wrong"), (False, "right"))
-    )
+    wrong, right = both(order.edits, tmp_path)
     tried = functools.partial(failures, program=order.program, arch="gfx1201", provider=order.provider)
     seed, text = next(((seed, text) for seed, text in enumerate(tried(wrong)) if text), (SEEDS, ""))
     assert re.search(order.shows, text), f"seed {seed}: {text}"
