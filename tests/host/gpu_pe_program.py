@@ -1,4 +1,4 @@
-"""What processes of test_cuda_driver_gpu1.py run.
+"""What processes of test_cuda_driver_processes_gpu1.py run.
 
 `python -m tests.host.gpu_pe_program world <rank> <id> <id>`: one of two PEs. Prints the heap mode of each world that
 was fine, then "end". `forget <id>`, `fault <id>`: a PE alone that ends badly.
