@@ -1,4 +1,4 @@
-"""The structs of a network as bytes; which transport PEs come to, by what is asked for and what there is; its end."""
+"""The structs of a network as bytes; where its heap is; errors of which all PEs hear; its end."""
 
 from __future__ import annotations
 
@@ -6,27 +6,23 @@ import dataclasses
 import gc
 import struct
 import threading
-import warnings
 from pathlib import Path
 
 import pytest
 
 from mori_triton import abi, env
-from mori_triton.env import DeviceFilter
 from mori_triton.errors import DriverError, HeapError, NetworkError, NotSupported, PeerTimeout, StateError
 from mori_triton.host import state
 from mori_triton.host.agreement import together
 from mori_triton.host.bootstrap.threads import ThreadGroup
 from mori_triton.host.drivers import CpuDriver, MemoryKind
 from mori_triton.host.drivers import cpu as cpu_driver
-from mori_triton.host.network import cards as real_cards
 from mori_triton.host.network import choose, records
 from mori_triton.host.network.choose import open_network
-from mori_triton.host.network.fabric import Site
 from mori_triton.host.nic import agree, soft_hca
 from mori_triton.host.proxy import fabric as proxy_fabric
 from tests.host.fake_gpu import fake_driver
-from tests.host.nic.sysfs_trees import BROADCOM, MELLANOX, Node
+from tests.host.noted_network import NotedFabric, NotedLinks, each, same, site_of
 from tests.host.worlds import SETTINGS, error_of, run_threads
 
 pytestmark = pytest.mark.cpu
@@ -59,218 +55,15 @@ def test_queue_struct() -> None:
     assert set(records.unpack_queue(bytes(want), 2).values()) == {0}
 
 
-# ----------------------------------------------------------------------------------------------------------- transports
+def test_what_stands_in_several_places() -> None:
+    assert choose.CARDS == tuple(agree.LIBRARIES) == tuple(soft_hca.PROVIDERS)
+    assert set(env.TRANSPORTS) == {"auto", *abi.PROVIDERS} - {"any"}
+    assert {name: code for name, code in abi.PROVIDERS.items() if name != "any"} == {
+        "mlx5": 1, "bnxt_re": 2, "ionic": 3, "proxy": 4, "p2p": 5,
+    }  # fmt: skip
 
 
-class NotedLinks:
-    provider = "proxy"
-    queues = ring = 0
-
-    def __init__(self, log: list, site: Site) -> None:
-        self.log, self.site, self.regions = log, site, []
-
-    def quiet(self) -> None:
-        self.log.append("quiet" if self.site.pe == 0 else "quiet of a peer")
-
-    def check(self) -> None:
-        if self.site.pe == 0:
-            self.log.append("check")
-
-    def close(self) -> None:
-        if self.site.pe == 0:
-            self.log.append("close network")
-
-
-class NotedFabric:
-    heap_kind = None
-
-    def __init__(self, name: str = "noted") -> None:
-        self.name, self.log, self.sites = name, [], []
-
-    def open(self, site: Site) -> NotedLinks:
-        self.sites.append(site)
-        return NotedLinks(self.log, site)
-
-
-@pytest.fixture
-def proxy(monkeypatch: pytest.MonkeyPatch):
-    """The proxy is a double; `proxy.missing[pe]` is why a PE has none."""
-    fabric = NotedFabric("proxy")
-    fabric.missing = None
-    monkeypatch.setattr(proxy_fabric, "ProxyFabric", lambda: fabric)
-    monkeypatch.setattr(proxy_fabric, "unavailable", lambda: fabric.missing)
-    return fabric
-
-
-@pytest.fixture
-def cards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """A node with these cards, whose libraries can be opened; a function that adds one."""
-    node = Node(tmp_path)
-    for name in ("open_verbs", "open_provider"):
-        monkeypatch.setattr(agree, name, lambda *_: None)
-
-    def add(name: str, vendor: int = MELLANOX) -> None:
-        node.nic(
-            name, f"pci0000:00/0000:{len(list((tmp_path / 'class/infiniband').iterdir())) + 1:02x}:00.0", vendor=vendor
-        )
-
-    add.root = tmp_path
-    return add
-
-
-def each(n: int, program):
-    """`program(pe, bootstrap)` on n PEs; results, or errors, by PE."""
-    group = ThreadGroup(n, timeout_s=5.0)
-
-    def run(pe: int):
-        try:
-            return program(pe, group.bootstrap(pe))
-        except Exception as error:
-            return error
-
-    return run_threads(n, run)
-
-
-def site_of(pe: int, bootstrap, *, driver=None, far=True, **settings) -> Site:
-    chosen = dataclasses.replace(SETTINGS, **settings)
-    peers = tuple(other for other in range(bootstrap.n_pes) if far and other != pe)
-    driver = driver or CpuDriver()
-    return Site(bootstrap, driver, driver.alloc(4096), 4096, MemoryKind.UNCACHED, peers, "node", chosen)
-
-
-def opened(n: int, root: Path, fabric=None, **settings):
-    def program(pe: int, bootstrap):
-        own = {name: value[pe] if isinstance(value, list) else value for name, value in settings.items()}
-        return open_network(site_of(pe, bootstrap, **own), lambda kind: pytest.fail("no other heap"), fabric, root)
-
-    return each(n, program)
-
-
-def same(results) -> Exception:
-    assert all(isinstance(result, Exception) for result in results), results
-    assert len({(type(result), str(result)) for result in results}) == 1, results
-    return results[0]
-
-
-def test_no_network_where_none_is_wanted(tmp_path: Path, proxy) -> None:
-    assert opened(1, tmp_path, transport="mlx5") == [None]
-    assert opened(2, tmp_path, far=False) == [None, None]
-    assert opened(2, tmp_path, far=False, transport="proxy") == [None, None]
-    assert opened(2, tmp_path, transport="p2p") == [None, None]
-    assert opened(2, tmp_path, NotedFabric(), transport="p2p") == [None, None]
-    assert proxy.sites == []
-
-
-def test_all_take_part_where_one_cannot_reach_another(tmp_path: Path, proxy) -> None:
-    networks = opened(3, tmp_path, transport="proxy", far=[False, False, True])
-    assert [network.name for network in networks] == ["proxy"] * 3
-    assert sorted(site.peers for site in proxy.sites) == [(), (), (0, 1)]
-
-
-def test_pes_that_want_different_things(tmp_path: Path) -> None:
-    error = same(opened(3, tmp_path, transport=["p2p", "auto", "p2p"]))
-    assert isinstance(error, HeapError)
-    assert "choice of transport: the PEs differ in transport (PE 0: p2p; PE 1: auto; PE 2: p2p)" in str(error)
-    error = same(opened(2, tmp_path, num_qp_per_pe=[4, 2]))
-    assert "the PEs differ in queue pairs to each PE (PE 0: 4; PE 1: 2)" in str(error)
-
-
-def test_falling_back_to_the_proxy_warns_once(tmp_path: Path, proxy) -> None:
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        networks = opened(3, tmp_path)
-    assert [network.name for network in networks] == ["proxy"] * 3
-    (warning,) = said
-    assert warning.category is RuntimeWarning
-    text = str(warning.message)
-    assert text.startswith("no network card is used (on every PE: no RDMA device with a link that is up: no device)")
-    assert "proxy" in text
-    assert "slower" in text
-    assert "MORI_TRITON_TRANSPORT=proxy asks for that" in text
-
-
-def test_the_proxy_when_asked_for_warns_of_nothing(tmp_path: Path, proxy) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert opened(2, tmp_path, transport="proxy")[0].provider == "proxy"
-
-
-def test_neither_cards_nor_ucx(tmp_path: Path, proxy) -> None:
-    proxy.missing = "UCX cannot be loaded: libucp.so.0: no such file. Debian: libucx0"
-    error = same(opened(2, tmp_path))
-    assert isinstance(error, HeapError)
-    for part in ("no network cards (on every PE: no RDMA device", "no proxy (on every PE: UCX cannot be loaded",
-                 "Debian: libucx0", "MORI_TRITON_TRANSPORT=p2p"):  # fmt: skip
-        assert part in str(error)
-
-
-def test_a_library_that_is_missing_says_where_it_was_looked_for(monkeypatch, proxy, cards) -> None:
-    cards("mlx5_0")
-
-    def missing(*_):
-        raise StateError(
-            "libmlx5 cannot be opened; tried libmlx5.so.1: no. It is in Debian and Ubuntu: ibverbs-providers"
-        )
-
-    monkeypatch.setattr(agree, "open_provider", missing)
-    with pytest.warns(
-        RuntimeWarning, match=r"mlx5_0:1: libmlx5 cannot be opened; tried libmlx5.so.1.*ibverbs-providers"
-    ):
-        assert opened(2, cards.root)[1].name == "proxy"
-
-
-def test_cards_that_all_have_go_first(monkeypatch, proxy, cards) -> None:
-    made = []
-    monkeypatch.setattr(real_cards, "CardFabric", lambda name, root: made.append(NotedFabric(name)) or made[-1])
-    cards("bnxt_re0", BROADCOM)
-    cards("mlx5_0")
-    assert [network.name for network in opened(2, cards.root)] == ["mlx5", "mlx5"]
-    # the user may see to it that some PEs have others
-    only = [DeviceFilter(("bnxt_re0",), False), None]
-    assert [network.name for network in opened(2, cards.root, rdma_devices=only)] == ["bnxt_re"] * 2
-    apart = [DeviceFilter(("bnxt_re0",), False), DeviceFilter(("mlx5_0",), False)]
-    with pytest.warns(RuntimeWarning, match="PE 0: has bnxt_re cards only; PE 1: has mlx5 cards only"):
-        assert opened(2, cards.root, rdma_devices=apart)[0].name == "proxy"
-
-
-def test_a_card_that_cannot_be_used_falls_back_too(monkeypatch, proxy, cards) -> None:
-    cards("mlx5_0")
-
-    class Broken(NotedFabric):
-        def open(self, site):
-            return together(site.bootstrap, "the network over mlx5", self.fail)
-
-        def fail(self):
-            raise NotSupported("mlx5_0:1 has no atomics")
-
-    monkeypatch.setattr(real_cards, "CardFabric", lambda name, root: Broken(name))
-    with pytest.warns(RuntimeWarning, match="no network card is used .*mlx5_0:1 has no atomics"):
-        assert opened(2, cards.root)[1].name == "proxy"
-    # but not where it was asked for
-    error = same(opened(2, cards.root, transport="mlx5"))
-    assert isinstance(error, NotSupported)
-    assert str(error) == (
-        "the network over mlx5 could not be set up (PE 0: mlx5_0:1 has no atomics; PE 1: mlx5_0:1 has no atomics)"
-    )
-
-
-def test_cards_that_are_asked_for_and_not_there(proxy, cards) -> None:
-    error = same(opened(2, cards.root, transport="ionic"))
-    assert isinstance(error, HeapError)
-    assert "the network over ionic could not be set up (PE 0: no ionic card: no RDMA device" in str(error)
-    cards("mlx5_0")
-    error = same(opened(2, cards.root, transport="ionic"))
-    assert "no ionic card: those that there are, are others: mlx5_0:1" in str(error)
-
-
-def test_devices_that_there_are_not(proxy, cards) -> None:
-    cards("mlx5_0")
-    wanted = [DeviceFilter(("mlx5_7",), False), None]
-    for transport in ("auto", "mlx5"):
-        error = same(opened(2, cards.root, rdma_devices=wanted, transport=transport))
-        assert "could not be set up (PE 0: MORI_RDMA_DEVICES" in str(error)
-        assert "there is no mlx5_7, there are: mlx5_0" in str(error)
-    assert proxy.sites == []
+# --------------------------------------------------------------------------------------------------------------- heaps
 
 
 def test_a_heap_in_other_memory(tmp_path: Path) -> None:
@@ -299,6 +92,47 @@ def test_a_heap_in_other_memory(tmp_path: Path) -> None:
     assert moved == []
     assert program(Gpu) == [(MemoryKind.FINE_GRAINED, 8192)] * 2
     assert moved == [MemoryKind.FINE_GRAINED] * 2
+
+
+@pytest.mark.parametrize("kind", ["cuda", "hip"])
+def test_the_proxy_on_gpus_has_its_heap_in_pinned_memory(kind: str, monkeypatch) -> None:
+    """It is given up for such a one once the transport is known; PEs of a process still map each other's."""
+    fabric = NotedFabric("proxy")
+    fabric.heap_kind = MemoryKind.FINE_GRAINED
+    monkeypatch.setattr(proxy_fabric, "ProxyFabric", lambda: fabric)
+    group, (first, gpus) = ThreadGroup(3, timeout_s=5.0), fake_driver(kind, 0)
+    drivers = [first, *(fake_driver(kind, 1, gpus=gpus)[0] for _ in range(2))]
+    settings = dataclasses.replace(SETTINGS, gpus_per_node=2, transport="proxy", heap_bytes=4 << 20)
+
+    def program(pe: int):
+        here = state.open_state(group.bootstrap(pe), drivers[pe], settings)
+        where = here.heap.base in gpus.memory["host"], [here.heap.reaches(peer) for peer in range(3)]
+        here.bootstrap.barrier()
+        here.close()
+        return where
+
+    assert run_threads(3, program) == [(True, [pe // 2 == peer // 2 for peer in range(3)]) for pe in range(3)]
+    assert {site.kind for site in fabric.sites} == {MemoryKind.FINE_GRAINED}
+    assert [site.peers for site in sorted(fabric.sites, key=lambda site: site.pe)] == [(2,), (2,), (0, 1)]
+    gc.collect()
+    assert not any(gpus.memory.values())
+
+
+def test_pinned_heaps_of_other_processes_are_not_mapped(monkeypatch) -> None:
+    monkeypatch.setattr(state, "process_identity", lambda: threading.current_thread().name)
+    fabric = NotedFabric()
+    fabric.heap_kind = MemoryKind.FINE_GRAINED
+    group, (first, gpus) = ThreadGroup(2, timeout_s=5.0), fake_driver("cuda", 0)
+    drivers = [first, fake_driver("cuda", 1, gpus=gpus)[0]]
+
+    def program(pe: int):
+        here = state.open_state(group.bootstrap(pe), drivers[pe], SETTINGS, fabric=fabric)
+        reached = [here.heap.reaches(peer) for peer in range(2)]
+        here.bootstrap.barrier()
+        here.close()
+        return reached
+
+    assert run_threads(2, program) == [[True, False], [False, True]]
 
 
 # ------------------------------------------------------------------------------------------------------------ agreement
@@ -443,52 +277,3 @@ def test_what_one_pe_has_left_undone_is_told_to_that_pe_alone() -> None:
     assert (type(errors[1]), str(errors[1])) == (NetworkError, "request 3 has failed")
     del errors
     assert num_mappings() == before
-
-
-def test_what_stands_in_several_places() -> None:
-    assert choose.CARDS == tuple(agree.LIBRARIES) == tuple(soft_hca.PROVIDERS)
-    assert set(env.TRANSPORTS) == {"auto", *abi.PROVIDERS} - {"any"}
-    assert {name: code for name, code in abi.PROVIDERS.items() if name != "any"} == {
-        "mlx5": 1, "bnxt_re": 2, "ionic": 3, "proxy": 4, "p2p": 5,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ["cuda", "hip"])
-def test_the_proxy_on_gpus_has_its_heap_in_pinned_memory(kind: str, monkeypatch) -> None:
-    """It is given up for such a one once the transport is known; PEs of a process still map each other's."""
-    fabric = NotedFabric("proxy")
-    fabric.heap_kind = MemoryKind.FINE_GRAINED
-    monkeypatch.setattr(proxy_fabric, "ProxyFabric", lambda: fabric)
-    group, (first, gpus) = ThreadGroup(3, timeout_s=5.0), fake_driver(kind, 0)
-    drivers = [first, *(fake_driver(kind, 1, gpus=gpus)[0] for _ in range(2))]
-    settings = dataclasses.replace(SETTINGS, gpus_per_node=2, transport="proxy", heap_bytes=4 << 20)
-
-    def program(pe: int):
-        here = state.open_state(group.bootstrap(pe), drivers[pe], settings)
-        where = here.heap.base in gpus.memory["host"], [here.heap.reaches(peer) for peer in range(3)]
-        here.bootstrap.barrier()
-        here.close()
-        return where
-
-    assert run_threads(3, program) == [(True, [pe // 2 == peer // 2 for peer in range(3)]) for pe in range(3)]
-    assert {site.kind for site in fabric.sites} == {MemoryKind.FINE_GRAINED}
-    assert [site.peers for site in sorted(fabric.sites, key=lambda site: site.pe)] == [(2,), (2,), (0, 1)]
-    gc.collect()
-    assert not any(gpus.memory.values())
-
-
-def test_pinned_heaps_of_other_processes_are_not_mapped(monkeypatch) -> None:
-    monkeypatch.setattr(state, "process_identity", lambda: threading.current_thread().name)
-    fabric = NotedFabric()
-    fabric.heap_kind = MemoryKind.FINE_GRAINED
-    group, (first, gpus) = ThreadGroup(2, timeout_s=5.0), fake_driver("cuda", 0)
-    drivers = [first, fake_driver("cuda", 1, gpus=gpus)[0]]
-
-    def program(pe: int):
-        here = state.open_state(group.bootstrap(pe), drivers[pe], SETTINGS, fabric=fabric)
-        reached = [here.heap.reaches(peer) for peer in range(2)]
-        here.bootstrap.barrier()
-        here.close()
-        return reached
-
-    assert run_threads(2, program) == [[True, False], [False, True]]

@@ -21,7 +21,7 @@ from mori_triton.host.nic import agree, soft_hca
 from mori_triton.host.proxy import engine, ucp_api
 from tests.host.fake_gpu import INVALID, FakeGpus, fake_driver
 from tests.host.nic.sysfs_trees import BROADCOM, Node
-from tests.host.test_network import NotedFabric, each, site_of
+from tests.host.noted_network import NotedFabric, each, site_of
 from tests.host.worlds import error_of, run_threads
 
 pytestmark = pytest.mark.cpu
