@@ -46,7 +46,8 @@ def _start() -> llvm.ExecutionEngine:
 
 
 # sources that have no part in what an object contains
-_NO_PART = {"__init__.py", "device.py", "driver.py", "launch.py", "ledger.py", "machine.py", "scheduler.py"}
+_NO_PART = {"__init__.py", "device.py", "driver.py", "hostcalls.py", "launch.py", "ledger.py", "machine.py"}
+_NO_PART |= {"printf.py", "scheduler.py"}
 
 
 @functools.cache

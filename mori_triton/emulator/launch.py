@@ -13,6 +13,7 @@ import numpy as np
 
 from mori_triton.emulator import state as lay
 from mori_triton.emulator.device import Device, nearest
+from mori_triton.emulator.hostcalls import HostcallBuffer
 from mori_triton.emulator.module import Module, aligned_buffer
 from mori_triton.errors import ArgumentError, require
 
@@ -21,6 +22,7 @@ TTMP_IDS, NO_REGISTER = (1 << 64) - 2, (1 << 64) - 1
 GROUP_BYTES = 64
 # as on the hardware: threads of a workgroup; workgroups in y and z where both numbers share one register
 MAX_THREADS, MAX_GRID_YZ = 1024, 65535
+MAX_RESIDENT = 64  # workgroups of one launch in flight
 _INT = {1: "B", 2: "H", 4: "I", 8: "Q"}
 _FLOAT = {"fp16": "e", "fp32": "f", "fp64": "d"}
 _FLOAT_TYPES: dict[str, Any] = {"fp16": np.float16, "fp32": np.float32, "fp64": np.float64}
@@ -61,6 +63,7 @@ class KernelType:
     kernarg_register: int
     preload: int  # scalar registers filled with arguments
     ids: tuple[int, int, int]
+    sends_messages: bool
 
 
 def _kernel_type(module: Module, types: Sequence[str] | None, num_warps: int, shared: int) -> KernelType:
@@ -124,6 +127,7 @@ def _kernel_type(module: Module, types: Sequence[str] | None, num_warps: int, sh
         kernarg_register=register,
         preload=flag("user_sgpr_kernarg_preload_length"),
         ids=(ids[0], ids[1], ids[2]),
+        sends_messages="MSG_INTERRUPT" in code.text,
     )
 
 
@@ -204,6 +208,7 @@ class Launch:
         # what each wave's WEAK word becomes, uint64 [workgroups * waves]; None: ordinary memory
         self.weak_records: np.ndarray | None = None
         self.kernarg = aligned_buffer(kind.kernarg_bytes + 64)
+        self.hostcalls = HostcallBuffer(min(self.num_groups, MAX_RESIDENT) * num_warps) if kind.sends_messages else None
         self._keep = list(args)
         self.named_ranges = self._pack(args, names, scratch)
 
@@ -241,6 +246,9 @@ class Launch:
         kind.pack.pack_into(self.kernarg.data, 0, *values)
         start = self.kernarg.ctypes.data
         ranges.append((start, start + len(self.kernarg), "the kernel's arguments"))
+        if self.hostcalls is not None:
+            start = self.hostcalls.address
+            ranges.append((start, start + self.hostcalls.num_bytes, "the hostcall buffer"))
         data = self.module.address
         ranges.append((data, data + len(self.module.data), "the module's variables"))
         return ranges
@@ -262,6 +270,8 @@ class Launch:
             return self.grid["xyz".index(name[-1])]
         if name.startswith("hidden_group_size_"):
             return self.num_waves * self.module.code.warp_size if name[-1] == "x" else 1
+        if name == "hidden_hostcall_buffer" and self.hostcalls is not None:
+            return self.hostcalls.address
         return 3 if name == "hidden_grid_dims" else 0
 
     def bind(self, arena: np.ndarray, resident: int, clock: int, first_wave: int) -> None:

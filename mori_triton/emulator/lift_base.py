@@ -123,6 +123,10 @@ class LiftBase:
         """Load into consecutive scalar registers; see memory.Memory."""
         raise NotImplementedError
 
+    def interrupt(self) -> None:
+        """Send the host a message; see memory.Memory."""
+        raise NotImplementedError
+
     def set_scc(self, c: Val) -> None:
         self.f.store(self.f.gep("%w", SCC), c.zext(32))
 

@@ -13,11 +13,10 @@ import numpy as np
 
 from mori_triton.emulator import jit
 from mori_triton.emulator import state as lay
-from mori_triton.emulator.launch import Launch
+from mori_triton.emulator.launch import MAX_RESIDENT, Launch
 from mori_triton.errors import KernelFault
 
 VIRTUAL_JUMP = 1 << 40  # ticks, longer than any limit
-MAX_RESIDENT = 64  # workgroups of one launch in flight
 # instructions per turn in rotation order
 LONG_QUANTUM = 20_000
 # waiting events of every wave without a change of memory before it is examined whether anything can still change
@@ -154,15 +153,21 @@ class Machine:
         self.state.clock += VIRTUAL_JUMP
         self.state.epoch += 1
 
-    def fault(self) -> tuple[Launch, KernelFault]:
-        """The launch and the error of the last FAULT event."""
+    def fault(self) -> tuple[Launch, BaseException]:
+        """The launch and the error of the last FAULT event: a `KernelFault`, or what the host raised for a message."""
         address = self.state.faulted
         launch = next(x for x in self.launches if x.owns(address))
         wave = launch.wave(address)
         kind, index = wave.get(lay.FAULT) & 0xFFFFFFFF, wave.get(lay.FAULT_PC) & 0xFFFFFFFF
         where = wave.describe(index)
+        calls = launch.hostcalls
+        if kind == lay.MESSAGE and calls is not None and calls.error is not None:
+            error = calls.error
+            return launch, KernelFault(f"{error}: {where}") if isinstance(error, KernelFault) else error
+        if kind == lay.TRAP and calls is not None and calls.failed_assertion:
+            return launch, KernelFault(f"{calls.failed_assertion}: {lay.FAULTS[kind]}: {where}")
         bad = wave.get(lay.FAULT_ADDR)
-        if kind in (4, 7, 8, lay.UNKNOWN_COPY):
+        if kind in (4, 7, lay.TRAP, lay.UNKNOWN_COPY):
             return launch, KernelFault(f"{lay.FAULTS[kind]}: {where}")
         near = f"; {launch.nearest(bad)}" if kind in (1, 3) else ""
         size = wave.get(lay.FAULT_SIZE)

@@ -240,6 +240,12 @@ class Memory(Lds):
         """Does the kernel write its device's cache back (gfx9)?"""
         return any(i.mn == "buffer_wbl2" for i in self.p.insts)
 
+    def interrupt(self) -> None:
+        """Call the host, which looks what is ready in the buffer of the event that m0 names (hostcalls.py)."""
+        event = self.sread(self.op("m0"))
+        arguments = [("ptr", "%w"), ("i32", event.name), ("i32", str(self.pos))]
+        self.guarded(self.extern("mori_emu_interrupt", "i32", *arguments))
+
     def wave_end(self) -> None:
         """The end of a kernel is a release."""
         self.extern("mori_emu_wave_end", "void", ("ptr", "%w"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from mori_triton.emulator import jit
+from mori_triton.emulator import hostcalls, jit
 
 _BITCODE = "emulator_memory.bc"
 
@@ -13,3 +13,4 @@ _BITCODE = "emulator_memory.bc"
 def ensure() -> None:
     """Link the functions that kernels call. About a second when the object is not cached."""
     jit.load_bitcode(_BITCODE)
+    hostcalls.ensure()

@@ -49,8 +49,10 @@ class Scalar(LiftBase):
             self.swrite(self.op(ins.ops[0]), self.clock())
         elif k == "sendmsg":
             # the end of a wave gives its registers back
-            if "DEALLOC_VGPRS" not in ins.ops[0]:
-                raise KeyError("a message to the host, as tl.device_print and tl.device_assert send")
+            if "MSG_INTERRUPT" in ins.ops[0]:
+                self.interrupt()
+            elif "DEALLOC_VGPRS" not in ins.ops[0]:
+                raise KeyError("message")
         elif k == "getpc_b64":
             # addresses of symbols are absolute here: see Lifter.symbol
             self.swrite(self.op(ins.ops[0]), self.f.int(0, 64))

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.cpu
         (["s_getreg_b32 s0, hwreg(HW_REG_TRAPSTS)"], "hardware register TRAPSTS"),
         (["s_barrier_wait -3"], "barrier"),
         (["s_sendmsg_rtn_b32 s0, sendmsg(MSG_RTN_GET_DOORBELL)"], "no semantics"),
-        (["s_sendmsg sendmsg(MSG_INTERRUPT)"], "message"),
+        (["s_sendmsg sendmsg(MSG_SAVEWAVE)"], "message"),
         (["s_load_b32 null, s[0:1], 0x0"], "destination null"),
         (["v_mov_b32_e32 v0, v1 row_shl:1"], "modifier row_shl"),
         (["v_mov_b32_e32 v0, v1 dst_sel:BYTE_0"], "modifier dst_sel"),
@@ -141,7 +141,7 @@ def test_barrier_sleep_and_trap_return_to_the_scheduler():
     assert run == [state.BARRIER, state.SLEEPING, state.FAULTED]
     assert int(wave.memory[state.FAULT]) == 8
     assert int(wave.memory[state.FAULT_PC]) == 4
-    assert set(range(1, 10)) == set(state.FAULTS)
+    assert set(range(1, 11)) == set(state.FAULTS)
 
 
 FAR = """s_getpc_b64 s[52:53]

@@ -251,19 +251,6 @@ def test_casts(on, source, to):
     assert torch.equal(out, x.to(to))
 
 
-@first("gfx1201")
-@pytest.mark.parametrize("kernel", [kernels.prints, pytest.param(kernels.asserts, marks=pytest.mark.slow)])
-def test_prints_and_assertions_are_refused(on, kernel):
-    """They send messages to the host; without `debug=True` Triton leaves assertions out."""
-    x = torch.arange(64, dtype=torch.int32)
-    with pytest.raises(UnsupportedInstruction, match=r"s_sendmsg.*tl.device_print and tl.device_assert"):
-        kernel[(1,)](x, N=64, num_warps=1, debug=True)
-    assert torch.equal(x, torch.arange(64, dtype=torch.int32))
-    if kernel is kernels.asserts:
-        kernel[(1,)](x, N=64, num_warps=1)
-        assert (x == 7).all()
-
-
 @archs("gfx1201")
 def test_unknown_instructions_of_inline_assembly_are_refused(on):
     with pytest.raises(UnsupportedInstruction, match="v_cubeid_f32"):

@@ -1,4 +1,4 @@
-"""Kernels as users write them in a notebook: scans, sorts, reductions, random numbers, atomics, products, prints."""
+"""Kernels as users write them in a notebook: scans, sorts, reductions, random numbers, atomics, products."""
 
 import triton
 import triton.language as tl
@@ -140,18 +140,6 @@ def collatz(x, out):
         v = tl.where(v % 2 == 0, v // 2, 3 * v + 1)
         steps += 1
     tl.store(out + tl.program_id(0), steps)
-
-
-@triton.jit
-def prints(x, N: tl.constexpr):
-    tl.device_print("x", tl.load(x + tl.arange(0, N)))
-
-
-@triton.jit
-def asserts(x, N: tl.constexpr):
-    i = tl.arange(0, N)
-    tl.device_assert(tl.load(x + i) >= 0, "negative")
-    tl.store(x + i, 7)
 
 
 @triton.jit
