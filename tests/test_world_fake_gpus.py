@@ -1,9 +1,6 @@
 """Worlds on GPUs, without one: streams and graphs are played by threads, kernels run on the emulated device."""
 
-import gc
-import threading
 import time
-import weakref
 
 import pytest
 import torch
@@ -14,33 +11,15 @@ from mori_triton import shmem
 from mori_triton.device.launch import launch, load
 from mori_triton.errors import ArgumentError, DriverError, PeerTimeout, StateError
 from mori_triton.host import drivers, state
-from mori_triton.world import gpu, gpus
+from mori_triton.world import gpus
+from tests.fake_gpu_worlds import fake, world  # noqa: F401
 from tests.fake_gpus import FakeGpus
-from tests.world_programs import copy_kernel, put_right_kernel, ring_of_rounds, tell_kernel, wait_kernel, words
+from tests.world_programs import copy_kernel, put_right_kernel, tell_kernel, wait_kernel, words
 
 pytestmark = pytest.mark.cpu
 
 
-@pytest.fixture(autouse=True)
-def fake(monkeypatch):
-    """Every world on "cuda" of a test is on fake GPUs; the list of them."""
-    made = []
-    monkeypatch.setattr(FakeGpus, "made", made, raising=False)
-    monkeypatch.setattr(FakeGpus, "count", 1)
-    monkeypatch.setattr(gpu, "Gpus", FakeGpus)
-    monkeypatch.setattr(gpus, "check_available", lambda device: None)
-    before = threading.active_count()
-    yield made
-    # every stream was given back, and its thread has ended
-    assert threading.active_count() <= before
-    assert all(one.given == len(one.streams) for one in made)
-
-
-def world(n, **settings):
-    return mori.local_world(n, device="cuda", heap_size="1M", **{"timeout_s": 20.0, **settings})
-
-
-def test_each_pe_has_its_stream_on_its_gpu(fake, monkeypatch):
+def test_each_pe_has_its_stream_on_its_gpu(fake, monkeypatch):  # noqa: F811
     monkeypatch.setattr(FakeGpus, "count", 2)
     driver_of = world(5).run(lambda pe: (state.current().driver.device_index, fake[0].current_stream()))
     assert [index for index, _ in driver_of] == [0, 1, 0, 1, 0]
@@ -206,7 +185,7 @@ def test_a_wait_whose_end_the_program_does_not_await():
         world(2, timeout_s=0.5).run(program)
 
 
-def test_a_world_can_run_again_after_a_failure(fake):
+def test_a_world_can_run_again_after_a_failure(fake):  # noqa: F811
     one = world(2)
     with pytest.raises(ZeroDivisionError):
         one.run(lambda pe: 1 // (1 - pe))
@@ -222,142 +201,6 @@ def test_finalize_and_init_again_inside():
         return int(words()[0])
 
     assert world(2).run(program) == [0, 0]
-
-
-# ----------------------------------------------------------------------------------------------- preload and graphs
-def wait_then_load(pe, preloaded):
-    """PE 0's kernel waits for PE 1, which has to load a kernel first."""
-    signal, out = words(), torch.full((1,), -1)
-
-    def turn():
-        load(tell_kernel, shmem.context(), signal, 1)
-
-    if preloaded:
-        mori.current_world().preload(turn)
-    if pe == 0:
-        launch(wait_kernel, (1,), shmem.context(), signal, out, 3)
-    state.current().meet("PE 0 waits")
-    if pe == 1:
-        launch(tell_kernel, (1,), shmem.context(), signal, 3)
-    shmem.shmem_barrier_all()
-    return int(out)
-
-
-def test_loading_while_a_peer_waits_and_before():
-    # so that compiling is no part of it
-    assert world(2).run(wait_then_load, True) == [3, -1]
-    with pytest.raises(PeerTimeout, match=r"on PE 0 waiting for PE 1: allocation 0 of PE 0, expected >= 3, saw 0"):
-        world(2, timeout_s=0.5).run(wait_then_load, False)
-
-
-def test_preload_is_one_pe_after_the_other_on_idle_devices(fake):
-    order, at_once = [], threading.Lock()
-
-    def load():
-        assert at_once.acquire(blocking=False)
-        pe = shmem.shmem_mype()
-        order.append(pe)
-        time.sleep(0.02)
-        launch(tell_kernel, (1,), shmem.context(), signals[pe], 9)
-        at_once.release()
-        return 10 * pe
-
-    signals = {}
-
-    def program(pe):
-        signals[pe] = words()
-        result = mori.current_world().preload(load)
-        # what a turn launched is done when it ends
-        return result, int(signals[pe])
-
-    assert world(3).run(program) == [(0, 9), (10, 9), (20, 9)]
-    assert order == [0, 1, 2]
-    order.clear()
-
-
-@pytest.mark.parametrize("gpus", [0, 1, 2])
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_a_graph_of_chained_rounds(n, gpus, monkeypatch):
-    monkeypatch.setattr(FakeGpus, "count", gpus)
-    run = world(n) if gpus else mori.local_world(n)
-    assert run.run(ring_of_rounds, n, 5, 2) == [True] * n
-
-
-def test_a_step_is_captured_as_its_pe():
-    def program(pe):
-        seen = []
-
-        def step():
-            seen.append((shmem.shmem_mype(), threading.current_thread().name))
-            # no rendezvous while one thread stands for all
-            state.current().meet("a step")
-            return pe
-
-        graph = mori.current_world().graph(step)
-        return seen, graph.replay(), graph.cuda_graph is not None
-
-    assert world(2).run(program) == [([(0, "PE 0")], 0, True), ([(1, "PE 0")], 1, True)]
-    assert mori.local_world(2).run(program) == [([(0, "PE 0")], 0, False), ([(1, "PE 1")], 1, False)]
-
-
-def test_a_step_that_fails_names_its_pe():
-    def program(pe):
-        def step():
-            if pe == 1:
-                raise KeyError("in my step")
-
-        mori.current_world().graph(step)
-
-    with pytest.raises(KeyError, match="in my step") as caught:
-        world(3).run(program)
-    assert "raised by PE 1 of 3" in str(getattr(caught.value, "__notes__", caught.value.__cause__))
-
-
-def test_a_step_must_not_make_collective_calls():
-    def program(pe):
-        mori.current_world().graph(shmem.shmem_barrier_all)
-
-    start = time.monotonic()
-    with pytest.raises(StateError, match=r"shmem_barrier_all .* of PE 0: world.graph: a step must not make collective"):
-        world(2).run(program)
-    assert time.monotonic() - start < 5
-
-
-def test_a_graph_of_a_world_that_is_gone():
-    """Its kernels have the addresses of memory that was given back."""
-    graphs = {}
-    gone = r"WorldGraph.replay: the memory that the graph uses was given back: shmem was finalized since"
-
-    def program(pe):
-        x = words()
-        graphs[pe] = mori.current_world().graph(lambda: launch(tell_kernel, (1,), shmem.context(), x, 1))
-        graphs[pe].replay()
-        shmem.shmem_finalize()
-        with pytest.raises(StateError, match="shmem was finalized"):
-            graphs[pe].replay()
-        shmem.shmem_init_attr(1, pe, 2, bytes(128))
-        with pytest.raises(StateError, match=gone):
-            graphs[pe].replay()
-
-    def another(pe):
-        with pytest.raises(StateError, match=gone):
-            graphs[pe].replay()
-
-    world(2).run(program)
-    world(2).run(another)
-
-
-def test_a_graph_that_the_program_drops_is_gone():
-    def program(pe):
-        used = threading.Event()
-        graph = mori.current_world().graph(used.is_set)
-        there = weakref.ref(graph), weakref.ref(used)
-        del graph, used
-        shmem.shmem_barrier_all()
-        gc.collect()
-        return [one() for one in there]
-
-    assert world(2).run(program) == [[None, None]] * 2
 
 
 def test_calls_in_the_wrong_place():
@@ -378,7 +221,7 @@ def test_calls_in_the_wrong_place():
     one.run(program)
 
 
-def test_a_device_that_fails(fake, monkeypatch):
+def test_a_device_that_fails(fake, monkeypatch):  # noqa: F811
     """What cannot be given back is noted with the error, and the rest is taken down."""
 
     def program(pe):

@@ -9,9 +9,9 @@ from mori_triton.device.launch import launch
 from mori_triton.errors import NetworkError, PeerTimeout
 from mori_triton.host import state
 from mori_triton.host.drivers import MemoryKind
+from tests.fake_gpu_worlds import fake  # noqa: F401
 from tests.fake_gpus import FakeDriver
 from tests.network_programs import exchange, put_kernel, symmetric, wait_kernel
-from tests.test_world_fake_gpus import fake  # noqa: F401
 
 pytestmark = pytest.mark.cpu
 
