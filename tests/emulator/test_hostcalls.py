@@ -8,10 +8,12 @@ import pytest
 
 from mori_triton.emulator import hostcalls, state
 from mori_triton.emulator.hostcalls import HostcallBuffer
+from mori_triton.emulator.launch import Launch
 from mori_triton.emulator.printf import printf
 from mori_triton.errors import KernelFault
 
 from .harness import Wave
+from .snippets import kernel
 
 pytestmark = pytest.mark.cpu
 
@@ -65,8 +67,8 @@ def test_printf(given, want):
 class Device:
     """Waves' side of the protocol, as ROCm's device library does it, on the buffer's memory."""
 
-    def __init__(self, num_waves):
-        self.buffer = HostcallBuffer(num_waves)
+    def __init__(self, buffer):
+        self.buffer = buffer
         self.free, self.ready = self.buffer.address + 24, self.buffer.address + 32
         signal = self.word(self.buffer.address + 16)
         self.mailbox, self.event = self.word(signal + 16), self.word(signal + 24) & 0xFFFFFFFF
@@ -113,6 +115,13 @@ class Device:
         self.word(self.header(packet), self.word(self.free))
         self.word(self.free, packet)
 
+    def take_all(self):
+        """Every packet of the free stack, with nothing left on it."""
+        packets = []
+        while self.word(self.free):
+            packets.append(self.take())
+        return packets
+
     def call(self, lanes, service=2):
         packet = self.take()
         self.push(packet, lanes, service)
@@ -133,13 +142,12 @@ def part(head, *data):
 @pytest.mark.parametrize("num_waves", [1, 2, 3, 8, 100])
 def test_every_wave_has_a_packet(num_waves):
     """And packets come back: 0 with a tag is one, without a tag it is the end of the stack."""
-    device = Device(num_waves)
+    device = Device(HostcallBuffer(num_waves))
     for _ in range(3):
-        packets = [device.take() for _ in range(max(2, num_waves))]
-        assert all(packets)
+        packets = device.take_all()
+        assert len(packets) == max(2, num_waves)
         mask = device.word(device.buffer.address + 40)
         assert sorted(p & mask for p in packets) == list(range(len(packets)))
-        assert device.word(device.free) == 0
         low, high = device.buffer.address, device.buffer.address + device.buffer.num_bytes
         for packet in packets:
             assert low <= device.header(packet)
@@ -148,8 +156,25 @@ def test_every_wave_has_a_packet(num_waves):
             device.put_back(packet)
 
 
+INTERRUPT = "\ts_sendmsg sendmsg(MSG_INTERRUPT)\n\ts_endpgm"
+
+
+@pytest.mark.parametrize(("groups", "waves", "packets"), [(1, 1, 2), (5, 3, 15), (1000, 4, 256), (0, 4, 2)])
+def test_a_launch_has_a_packet_for_each_wave_in_flight(groups, waves, packets):
+    module = kernel(INTERRUPT, args=[(4, "by_value"), (8, "hidden_hostcall_buffer")])
+    launch = Launch(module, (groups, 1, 1), [7], num_warps=waves)
+    assert Device.word(launch.kernarg.ctypes.data + 8) == launch.hostcalls.address
+    assert len(Device(launch.hostcalls).take_all()) == packets
+
+
+def test_a_kernel_that_sends_nothing_has_no_buffer():
+    launch = Launch(kernel("\ts_endpgm", args=[(8, "hidden_hostcall_buffer")]), (5, 1, 1), [])
+    assert launch.hostcalls is None
+    assert Device.word(launch.kernarg.ctypes.data) == 0
+
+
 def test_a_message_of_several_packets(capsys):
-    device = Device(1)
+    device = Device(HostcallBuffer(1))
     text = words(b"%s and %d\n", b"a long string", -5)
     lanes = {0: part(BEGIN, 0), 63: part(BEGIN, 0)}
     numbers = device.call(lanes)
@@ -160,10 +185,12 @@ def test_a_message_of_several_packets(capsys):
     assert capsys.readouterr() == ("a long string and -5\n" * 2, "")
     # what printf returns
     assert numbers == {0: 21, 63: 21}
+    with pytest.raises(KernelFault, match="message 0, which never began or has ended"):
+        device.call({0: part(0, *text[:1])})
 
 
 def test_messages_of_two_waves_do_not_mix_and_the_latest_packet_comes_first(capsys):
-    device = Device(2)
+    device = Device(HostcallBuffer(2))
     first, second = (device.call({0: part(BEGIN, 0)})[0] for _ in range(2))
     packets = [device.take(), device.take()]
     for packet, number, text in zip(packets, (first, second), (b"first\n", b"second\n"), strict=True):
@@ -176,7 +203,7 @@ def test_messages_of_two_waves_do_not_mix_and_the_latest_packet_comes_first(caps
 
 
 def test_streams(capsys):
-    device = Device(1)
+    device = Device(HostcallBuffer(1))
     assert device.call({0: part(BEGIN | END, 1, *words(b"error\n"))}) == {0: 6}
     assert device.buffer.failed_assertion == "error"
     assert device.call({0: part(BEGIN | END, 2, *words(b"neither"))}) == {0: 2**64 - 1}
@@ -194,12 +221,12 @@ def test_streams(capsys):
 )
 def test_what_the_host_refuses(lanes, service, text):
     with pytest.raises(KernelFault, match=text):
-        Device(1).call(lanes, service)
+        Device(HostcallBuffer(1)).call(lanes, service)
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx1201"])
 def test_an_interrupt_calls_the_host_for_its_event(arch, capsys):
-    devices = [Device(1), Device(1)]
+    devices = [Device(HostcallBuffer(1)), Device(HostcallBuffer(1))]
     for device, text in zip(devices, (b"0\n", b"1\n"), strict=True):
         device.push(device.take(), {1: part(BEGIN | END, 0, *words(text))})
     lines = ["s_mov_b32 m0, s3", "s_sendmsg sendmsg(MSG_INTERRUPT)", "s_mov_b32 s5, 1"]
@@ -219,7 +246,7 @@ def test_an_interrupt_calls_the_host_for_its_event(arch, capsys):
 
 
 def test_events_are_of_24_bits_and_go_with_their_buffers():
-    devices = [Device(1) for _ in range(3)]
+    devices = [Device(HostcallBuffer(1)) for _ in range(3)]
     events = [device.event for device in devices]
     assert len(set(events)) == 3
     assert all(0 <= event < 1 << 24 for event in events)
