@@ -15,6 +15,8 @@ from mori_triton.errors import ArgumentError, BitcodeError, StateError
 TARGETS = {"gfx942": 64, "gfx950": 64, "gfx1201": 32, "gfx1250": 32, "sm_90": 32}
 # a product and a sum are rounded one by one, so results are the same on every GPU and with every Triton
 FP_FUSION = False
+# the first NVIDIA GPUs whose launches of one stream can overlap
+_OVERLAPPING_SM = 90
 
 
 # where code runs as no PE: the package's own kernels then have no network to go through
@@ -67,7 +69,7 @@ def launch(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> Any:
         BitcodeError: no bitcode for the target, or the kernel calls a function that it does not have.
     """
     refuse_interpreter(kernel)
-    options = {**kwargs, **_options(kwargs)}
+    options = _options(kwargs)
     if hasattr(kernel, "params"):
         # so that threads which launch the same kernel for the first time do not load it at once
         load(kernel, *args, **kwargs)
@@ -94,7 +96,7 @@ def load(kernel: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     active = driver.active
     # touches no GPU
     with _compiling:
-        compiled = kernel.warmup(*args, grid=(1,), **{**kwargs, **_options(kwargs)})
+        compiled = kernel.warmup(*args, grid=(1,), **_options(kwargs))
     if compiled is None:
         raise StateError(f"{kernel.__name__}: a jit_cache_hook of Triton took the compilation over")
     check_linked(compiled)
@@ -111,13 +113,22 @@ def load(kernel: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
 _LOADED, _LOCK = "_mori_triton_loaded", "_mori_triton_lock"
 
 
-def _options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of every kernel of the package, beside those `given`."""
+def _options(given: Mapping[str, Any], target: Any = None) -> dict[str, Any]:
+    """Arguments and options `given`, and options of every kernel of the package, for the target or the active one.
+
+    `launch_pdl=True` (kernels that begin with `ops.kernels.launches.gdc_wait`) is for GPUs whose launches can overlap.
+    """
+    if target is None:
+        from triton.runtime import driver
+
+        target = driver.active.get_current_target()
     libraries = given.get("extern_libs", {})
-    return {
-        "extern_libs": libraries if abi.LIBRARY in libraries else {**libraries, **get_extern_libs()},
-        "enable_fp_fusion": given.get("enable_fp_fusion", FP_FUSION),
-    }
+    if abi.LIBRARY not in libraries:
+        libraries = {**libraries, **get_extern_libs(target)}
+    options = {"enable_fp_fusion": FP_FUSION, **given, "extern_libs": libraries}
+    if not (target.backend == "cuda" and target.arch >= _OVERLAPPING_SM):
+        options.pop("launch_pdl", None)
+    return options
 
 
 _linked: set[str] = set()
@@ -193,10 +204,9 @@ def cross_compile(
         constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
         attrs={(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in divisible_by_16},
     )
-    libs = {abi.LIBRARY: str(library)} if library is not None else get_extern_libs(target)
-    compiled = triton.compile(
-        source, target=target, options={"enable_fp_fusion": FP_FUSION, "extern_libs": libs, **options}
-    )
+    if library is not None:
+        options["extern_libs"] = {abi.LIBRARY: str(library)}
+    compiled = triton.compile(source, target=target, options=_options(options, target))
     check_linked(compiled)
     return compiled
 

@@ -89,7 +89,8 @@ class StepMaker:
         key = (kernel, kinds, tuple(named.items()))
         prepared = self._prepared.get(key)
         if prepared is None:
-            prepared = self._prepared[key] = prepare(kernel, *examples, **named)
+            # each of an op's kernels begins with `gdc_wait`
+            prepared = self._prepared[key] = prepare(kernel, *examples, **named, launch_pdl=True)
         holes = tuple((index, arg.name) for index, arg in enumerate(args) if isinstance(arg, Given))
         # the op's own memory, which kernels may touch by its address alone
         fixed = tuple(

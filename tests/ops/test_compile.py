@@ -37,7 +37,7 @@ class Specimen:
 
     def __init__(self, kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         self.kernel, self.name = kernel, kernel.__name__
-        self.options = {"num_warps": named.pop("num_warps")}
+        self.options = {name: named.pop(name) for name in ("num_warps", "launch_pdl") if name in named}
         self.signature, self.constants = {}, dict(named)
         for name, value in zip(kernel.arg_names, args, strict=False):
             if value is None:

@@ -12,6 +12,7 @@ import triton.language as tl
 from mori_triton.device import shmem
 from mori_triton.ops.kernels.carriers import find_carriers, load_ids, store_forward, sums_before
 from mori_triton.ops.kernels.finish import DISPATCH_ARRIVALS, DISPATCH_EPOCH, finish_dispatch, is_broken, signal_last
+from mori_triton.ops.kernels.launches import gdc_launch_dependents, gdc_wait
 from mori_triton.ops.kernels.rows import as_words, at_peer, load_targets, peer_table, row_offset, split_target
 
 
@@ -59,6 +60,8 @@ def dispatch_stage_kernel(
 
     Programs are blocks. A block takes all its slots on a PE by one add, so that they are a run.
     """
+    gdc_wait()
+    gdc_launch_dependents()
     if not is_broken(control_ptr):
         num_pes = shmem.n_pes(ctx)
         pe = tl.arange(0, BLOCK_P)
@@ -211,6 +214,7 @@ def dispatch_send_kernel(
 
     Programs (piece, token); a run is one program's, whichever it is.
     """
+    gdc_wait()
     if not is_broken(control_ptr):
         num_pes = shmem.n_pes(ctx)
         mine = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)

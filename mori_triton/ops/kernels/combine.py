@@ -16,6 +16,7 @@ from mori_triton.ops.kernels.finish import (
     is_broken,
     signal_last,
 )
+from mori_triton.ops.kernels.launches import gdc_launch_dependents, gdc_wait
 from mori_triton.ops.kernels.rows import as_bits, as_words, peer_table, row_offset, sum_rows, sum_weights
 
 
@@ -46,6 +47,7 @@ def combine_copy_kernel(
     """Put this PE's rows where peers read them; the last program tells every peer. Programs (piece, row)."""
     # with nothing to copy this is one program, which would wait for memory three times over
     shmem.prefetch(ctx)
+    gdc_wait()
     if not is_broken(control_ptr):
         total = tl.minimum(tl.load(total_ptr), num_rows)
         if rows_ptr is not None:
@@ -79,6 +81,7 @@ def combine_recv_kernel(
 ):
     """One program: the wait of a combine whose `copy` did not wait."""
     shmem.prefetch(ctx)
+    gdc_wait()
     if not is_broken(control_ptr):
         finish_combine(ctx, signals_ptr, control_ptr, TAG)
 
@@ -111,9 +114,11 @@ def combine_reduce_kernel(
 
     Programs (piece, token). Nothing is written when the wait before it timed out.
     """
+    bases, heap = peer_table(ctx)
+    gdc_wait()
+    gdc_launch_dependents()
     # a number, not a branch around everything, so that the first loads need not wait for this one
     works = is_broken(control_ptr) == 0
-    bases, heap = peer_table(ctx)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     EVEN: tl.constexpr = HIDDEN % BLOCK == 0
     NUM_PIECES: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK

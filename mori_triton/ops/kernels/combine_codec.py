@@ -18,6 +18,7 @@ from mori_triton.ops.kernels.finish import (
     signal_last,
 )
 from mori_triton.ops.kernels.formats import encode, in_order, lift, pack_nibbles, unpack
+from mori_triton.ops.kernels.launches import gdc_launch_dependents, gdc_wait
 from mori_triton.ops.kernels.rows import (
     as_bits,
     as_words,
@@ -100,6 +101,7 @@ def combine_encode_kernel(
     TAG: tl.constexpr,  # names this wait in error records
 ):
     """Encode this PE's rows to where peers read them; the last program tells every peer."""
+    gdc_wait()
     if not is_broken(control_ptr):
         total = tl.minimum(tl.load(total_ptr), num_rows)
         hidden = row_units * (ALIGN // 2)
@@ -224,9 +226,11 @@ def combine_decode_kernel(
 
     Programs (piece, token). Nothing is written when the wait before it timed out.
     """
+    bases, heap = peer_table(ctx)
+    gdc_wait()
+    gdc_launch_dependents()
     # a number, not a branch around everything, so that the first loads need not wait for this one
     works = is_broken(control_ptr) == 0
-    bases, heap = peer_table(ctx)
     NUM_BYTES: tl.constexpr = min(ALIGN, 4)
     WORDS: tl.constexpr = BLOCK * (4 if FORMAT == "e2m1" else 8) // 8 // NUM_BYTES
     NUM_BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK

@@ -11,6 +11,7 @@ import triton.language as tl
 from mori_triton.device import shmem
 from mori_triton.ops.kernels.carriers import find_carriers, load_ids, store_forward, sums_before
 from mori_triton.ops.kernels.finish import COUNT_ARRIVALS, DISPATCH_EPOCH, STATUS, is_broken
+from mori_triton.ops.kernels.launches import gdc_launch_dependents, gdc_wait
 from mori_triton.ops.kernels.rows import row_offset
 
 
@@ -61,6 +62,7 @@ def dispatch_count_kernel(
     num_blocks = tl.cdiv(num_tokens, BLOCK_T)
     pe = tl.arange(0, BLOCK_P)
     mask_p = pe < num_pes
+    gdc_wait()
     if is_broken(control_ptr) == 0:
         for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
             token = block * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -79,6 +81,7 @@ def dispatch_count_kernel(
             epoch = tl.load(control_ptr + DISPATCH_EPOCH) + 1
             shmem.signal_set_all(ctx, signals_ptr + me, epoch)
             seen = shmem.wait_all_ge(ctx, signals_ptr, num_pes, epoch, TAG)
+            gdc_launch_dependents()
             if seen >= epoch:
                 # [source, destination]
                 sends = tl.load(matrix_ptr + pe[:, None] * num_pes + pe[None, :], mask=mask, other=0)
@@ -115,6 +118,8 @@ def dispatch_assign_kernel(
     num_pes = shmem.n_pes(ctx)
     pe = tl.arange(0, BLOCK_P)
     mask_p = pe < num_pes
+    gdc_wait()
+    gdc_launch_dependents()
     if is_broken(control_ptr) == 0:
         base = tl.load(bases_ptr + pe, mask=mask_p, other=0)
         for block in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T), tl.num_programs(0)):

@@ -16,6 +16,7 @@ from mori_triton.ops.kernels.finish import (
     is_broken,
     signal_last,
 )
+from mori_triton.ops.kernels.launches import gdc_launch_dependents, gdc_wait
 from mori_triton.ops.kernels.rows import (
     as_words,
     at_peer,
@@ -49,6 +50,8 @@ def dispatch_route_kernel(
     BLOCK_P: tl.constexpr,  # PEs that slots are taken from at a time
 ):
     """One slot for each (token, distinct destination PE): a token's first id of a PE carries it, later ones get -1."""
+    gdc_wait()
+    gdc_launch_dependents()
     if not is_broken(control_ptr):
         token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
         column = tl.arange(0, BLOCK_K)
@@ -194,9 +197,10 @@ def dispatch_copy_kernel(
 
     Programs (piece, token).
     """
+    bases, heap = peer_table(ctx)
+    gdc_wait()
     # a number, not a branch around everything, so that the first loads need not wait for this one
     works = is_broken(control_ptr) == 0
-    bases, heap = peer_table(ctx)
     NUM_PIECES: tl.constexpr = (ROW_UNITS * ((ALIGN + 3) // 4) + BLOCK - 1) // BLOCK
     source = me * max_tokens
     if SINGLE:
@@ -234,5 +238,6 @@ def dispatch_recv_kernel(
 ):
     """One program: the wait and the end of a dispatch whose `copy` did not wait."""
     shmem.prefetch(ctx)
+    gdc_wait()
     if not is_broken(control_ptr):
         finish_dispatch(ctx, signals_ptr, slots_ptr, total_ptr, control_ptr, capacity, TAG)

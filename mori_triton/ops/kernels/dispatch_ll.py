@@ -10,6 +10,7 @@ import triton.language as tl
 from mori_triton.device import shmem
 from mori_triton.ops.kernels.carriers import find_carriers, load_ids, store_forward, sums_before
 from mori_triton.ops.kernels.finish import DISPATCH_ARRIVALS, DISPATCH_EPOCH, finish_dispatch, is_broken, signal_last
+from mori_triton.ops.kernels.launches import gdc_wait
 from mori_triton.ops.kernels.rows import as_words, peer_table, row_offset
 
 
@@ -74,6 +75,7 @@ def dispatch_ll_kernel(
     pe = tl.arange(0, BLOCK_P)
     offs = tl.arange(0, BLOCK)
     column = tl.arange(0, BLOCK_K)
+    gdc_wait()
     for block in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T), tl.num_programs(0)):
         token = block * BLOCK_T + tl.arange(0, BLOCK_T)
         mask_t = token < num_tokens

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from mori_triton.device import shmem
+from mori_triton.ops.kernels.launches import gdc_launch_dependents, gdc_wait
 
 CONTROL_WORDS = 64
 # dispatches, combines and meetings that arrived: each is advanced by its own wait alone
@@ -59,6 +60,7 @@ def wait_peers(ctx, signals_ptr, control_ptr, EPOCH: tl.constexpr, TAG: tl.const
     """
     epoch = tl.load(control_ptr + EPOCH) + 1
     came = (shmem.wait_all_ge(ctx, signals_ptr, shmem.n_pes(ctx), epoch, TAG) >= epoch).to(tl.int32)
+    gdc_launch_dependents()
     if came != 0:
         tl.store(control_ptr + EPOCH, epoch)
     else:
@@ -109,6 +111,7 @@ def sync_kernel(
     Between two dispatches, or two combines, nothing else tells a PE that its peers are done with what the first left.
     """
     shmem.prefetch(ctx)
+    gdc_wait()
     if not is_broken(control_ptr):  # noqa: SIM102 - two loads, not one condition
         if tl.load(control_ptr + LAST) == kind:
             shmem.signal_set_all(ctx, signals_ptr + shmem.my_pe(ctx), tl.load(control_ptr + SYNC_EPOCH) + 1)

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from mori_triton.device import shmem
 from mori_triton.ops.kernels.finish import COMBINE_ARRIVALS, COMBINE_EPOCH, finish_combine, is_broken, signal_last
+from mori_triton.ops.kernels.launches import gdc_launch_dependents, gdc_wait
 from mori_triton.ops.kernels.rows import as_words, at_peer, row_offset
 
 
@@ -48,6 +49,7 @@ def rdna4_push_kernel(
     ROW_WORDS: tl.constexpr = ROW_UNITS * ((ALIGN + 3) // 4)
     NUM_PIECES: tl.constexpr = (ROW_WORDS + BLOCK - 1) // BLOCK
     shmem.prefetch(ctx)
+    gdc_wait()
     num_ids = TOP_K if TOP_K != 0 else top_k
     if not is_broken(control_ptr):
         me = shmem.my_pe(ctx)
@@ -166,6 +168,8 @@ def rdna4_sum_kernel(
 
     Programs (piece, token). Nothing is written when the wait before it timed out.
     """
+    gdc_wait()
+    gdc_launch_dependents()
     works = is_broken(control_ptr) == 0
     num_ids = TOP_K if TOP_K != 0 else top_k
     dtype: tl.constexpr = out_ptr.dtype.element_ty

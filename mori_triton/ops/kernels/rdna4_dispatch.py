@@ -11,6 +11,7 @@ import triton.language as tl
 from mori_triton.device import shmem
 from mori_triton.ops.kernels.carriers import find_carriers, sums_before
 from mori_triton.ops.kernels.finish import DISPATCH_ARRIVALS, DISPATCH_EPOCH, finish_dispatch, is_broken, signal_last
+from mori_triton.ops.kernels.launches import gdc_launch_dependents, gdc_wait
 from mori_triton.ops.kernels.rows import as_words, at_peer, peer_table, row_offset, split_target
 
 # no column of a token's ids
@@ -144,9 +145,10 @@ def rdna4_dispatch_kernel(
     """Route blocks of tokens and push them to their PEs; the last program tells every peer and waits for all."""
     ROW_WORDS: tl.constexpr = ROW_UNITS * ((ALIGN + 3) // 4)
     num_ids = TOP_K if TOP_K != 0 else top_k
-    works = is_broken(control_ptr) == 0
     bases, heap = peer_table(ctx)
     me = shmem.my_pe(ctx)
+    gdc_wait()
+    works = is_broken(control_ptr) == 0
     mine = tl.load(payload_bases_ptr + me)
     pe = tl.arange(0, NUM_PES)
     offs = tl.arange(0, BLOCK)
@@ -217,6 +219,8 @@ def rdna4_pull_kernel(
 ):
     """Fetch ids and weights of the rows received from what their sources have staged."""
     shmem.prefetch(ctx)
+    gdc_wait()
+    gdc_launch_dependents()
     num_ids = TOP_K if TOP_K != 0 else top_k
     if not is_broken(control_ptr):
         bases, heap = peer_table(ctx)
