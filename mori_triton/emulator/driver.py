@@ -21,6 +21,7 @@ from triton.backends.driver import DriverBase
 from mori_triton import env
 from mori_triton.emulator import device as devices
 from mori_triton.emulator import scheduler
+from mori_triton.emulator.descriptors import DescriptorType, descriptor_type
 from mori_triton.emulator.device import Device
 from mori_triton.emulator.launch import Launch
 from mori_triton.emulator.module import Code, Module, load_code
@@ -116,12 +117,18 @@ class _Launcher:
         if getattr(metadata, "num_ctas", 1) != 1:
             raise ArgumentError(f"num_ctas: want 1 on the emulated device, got {metadata.num_ctas}")
         nested = any(isinstance(kind, tuple) for kind in self.signature)
-        flat = _flatten(self.signature, self.signature, self.names)
-        for kind, _, name in flat:
-            if kind.startswith(("tensordesc", "nvTmaDesc")):
-                raise ArgumentError(f"{name}: tensor descriptors are not emulated; pass the tensor and its strides")
-        self.types = tuple(kind for kind, _, _ in flat)
-        self.flat_names = [name for _, _, name in flat]
+        # of the tensor descriptors among the arguments, None for the others
+        self.descriptors: list[DescriptorType | None] = []
+        meta = iter(getattr(metadata, "tensordesc_meta", None) or [])
+        parts: list[tuple[str, str]] = []
+        for kind, _, name in _flatten(self.signature, self.signature, self.names):
+            described = kind.startswith(("tensordesc", "nvTmaDesc"))
+            descriptor = descriptor_type(kind, name, next(meta, None), metadata.num_warps) if described else None
+            self.descriptors.append(descriptor)
+            parts += descriptor.parts() if descriptor else [(kind, name)]
+        self.described = any(self.descriptors)
+        self.types = tuple(kind for kind, _ in parts)
+        self.flat_names = [name for _, name in parts]
         self.kept = None if nested else [i for i, kind in enumerate(self.signature) if kind != "constexpr"]
         self.scratch = (
             getattr(metadata, "global_scratch_size", 0) or 0,
@@ -145,6 +152,9 @@ class _Launcher:
             values = [args[i] for i in self.kept]
         else:
             values = [value for _, value, _ in _flatten(self.signature, args, self.names)]
+        if self.described:
+            pairs = zip(self.descriptors, values, strict=True)
+            values = [part for kind, value in pairs for part in (kind.values(value) if kind else [value])]
         launch = Launch(
             module,
             (grid_x, grid_y, grid_z),

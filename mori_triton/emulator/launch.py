@@ -90,6 +90,8 @@ def _kernel_type(module: Module, types: Sequence[str] | None, num_warps: int, sh
             text += _FLOAT[given]
         elif size in _INT:
             text += _INT[size]
+        elif given == "tensordesc":
+            text += f"{size}s"
         else:
             raise ArgumentError(f"argument {len(formats)} of {code.name}: want 1, 2, 4 or 8 bytes, got {size}")
         formats.append(given or f"i{8 * size}")
@@ -129,6 +131,14 @@ def _kernel_type(module: Module, types: Sequence[str] | None, num_warps: int, sh
         ids=(ids[0], ids[1], ids[2]),
         sends_messages="MSG_INTERRUPT" in code.text,
     )
+
+
+@dataclass(frozen=True)
+class TileDescriptor:
+    """An argument that is data for gfx1250's tensor data mover, and the tensor that this gives access to."""
+
+    data: bytes
+    base: Any
 
 
 @dataclass(frozen=True)
@@ -219,7 +229,8 @@ class Launch:
 
     def _pack(self, args: Sequence[Any], names: Sequence[str] | None, scratch: tuple[int, int]) -> list:
         """Fill the argument block; returns the memory the arguments give access to."""
-        kind, values, ranges = self.kind, [], []
+        kind, ranges = self.kind, []
+        values: list[int | float | bytes] = []
         scratch_args = len(kind.formats) - len(args)
         require(scratch_args in (0, 2), f"arguments of {self.module.code.name}", f"{len(kind.formats)}", len(args))
         for i, (value, form) in enumerate(zip(args, kind.formats, strict=False)):
@@ -233,9 +244,12 @@ class Launch:
             elif value is None:
                 values.append(0)
             else:
-                low, high = _memory(value, i, names)
+                tile = value if isinstance(value, TileDescriptor) else None
+                tensor = tile.base if tile else value
+                low, high = _memory(tensor, i, names)
                 ranges.append((low, max(high, low), f"argument {names[i] if names else i}"))
-                values.append(int(value.ctypes.data if isinstance(value, np.ndarray) else value.data_ptr()))
+                address = tensor.ctypes.data if isinstance(tensor, np.ndarray) else tensor.data_ptr()
+                values.append(tile.data if tile else int(address))
         for num_bytes in scratch[:scratch_args]:
             area = aligned_buffer(max(num_bytes * self.num_groups, 0))
             self._keep.append(area)

@@ -1,0 +1,170 @@
+"""Kernels that take a `TensorDescriptor` as argument, against numpy; gfx1250's descriptors bit for bit."""
+
+import numpy as np
+import pytest
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from mori_triton import local_world
+from mori_triton.emulator.descriptors import tile_descriptor
+from mori_triton.errors import ArgumentError, KernelFault, UnsupportedInstruction
+
+from . import descriptor_kernels as kernels
+from .test_tensor_copies import FIRST, SECOND
+from .test_triton_kernels import ARCHS, archs, assert_within, nan, on, random
+from .test_tutorials import IS_36
+from .test_user_kernels import first
+
+pytestmark = pytest.mark.cpu
+__all__ = ["on"]
+
+describe = TensorDescriptor.from_tensor
+
+
+def two_descriptors(arch):
+    """Skip what Triton 3.6 cannot compile."""
+    if IS_36 and arch == "gfx1250":
+        pytest.skip("Triton 3.6 preloads 30 words of arguments there, and its assembler refuses that")
+
+
+@archs(*ARCHS)
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)])
+def test_transpose(on, dtype):
+    """Tiles over the edges: what lies beyond is not stored."""
+    two_descriptors(on)
+    rows, columns = 40, 72
+    whole = nan(columns + 1, rows + 8, dtype=dtype)
+    x, y = random(rows, columns, dtype=dtype), whole[:columns, :rows]
+    kernels.transpose[(2, 3)](describe(x, [32, 32]), describe(y, [32, 32]), 2.0, BLOCK=32)
+    np.testing.assert_array_equal(y, 2 * x.numpy().T)
+    assert whole[columns:].isnan().all()
+    assert whole[:, rows:].isnan().all()
+
+
+@archs("gfx942", pytest.param("gfx1250", marks=pytest.mark.slow), pytest.param("gfx1201", marks=pytest.mark.slow))
+def test_product(on):
+    """What lies beyond the edges is 0."""
+    two_descriptors(on)
+    m, n, k = 48, 40, 72
+    a, b, c = random(m, k, dtype=torch.float16), random(n, k, dtype=torch.float16, seed=1), nan(m, n)
+    kernels.product[(2, 2)](
+        describe(a, [32, 32]), describe(b, [32, 32]), describe(c, [32, 32]), k, M=32, N=32, BLOCK_K=32
+    )
+    exact = a.double() @ b.double().T
+    assert_within(c, exact, k * 2.0**-24 * (a.double().abs() @ b.double().abs().T))
+
+
+@first("gfx1250")
+def test_one_dimension(on):
+    x, y = torch.arange(200, dtype=torch.int32), torch.full((200,), -1, dtype=torch.int32)
+    kernels.shift[(4,)](describe(x, [64]), describe(y, [64]), 3, N=64)
+    np.testing.assert_array_equal(y, [*[-1] * 3, *range(1, 198)])
+
+
+@first("gfx942")
+def test_beyond_the_edges_is_nan_where_asked_for(on):
+    """But for gfx1250, whose tensor data mover has no such thing, and Triton no other code."""
+    two_descriptors(on)
+    x, y = random(40, 32), torch.ones(64, 32)
+    kernels.pair[(1,)]((describe(x, [32, 32], padding="nan"), describe(y, [32, 32])), 1, N=32)
+    np.testing.assert_array_equal(y[32:40], x[32:])
+    assert (y[40:] == 0).all() if on == "gfx1250" else y[40:].isnan().all()
+    assert (y[:32] == 1).all()
+
+
+@first("gfx1201")
+def test_a_part_of_a_tensor_that_has_wide_rows(on):
+    """A kernel finds shape and strides in the descriptor."""
+    x, out = torch.zeros(50, 64)[:, :40], torch.full((3,), -1)
+    kernels.own_shape[(1,)](describe(x, [16, 16]), out)
+    assert out.tolist() == [50, 40, 64]
+
+
+@pytest.mark.parametrize(("arch", "how"), [("gfx1250", {"seed": 1, "weak_memory": True}), ("gfx1201", {})])
+def test_in_worlds(arch, how):
+    two_descriptors(arch)
+
+    def program(pe):
+        x, y = random(40, 72, seed=pe), nan(72, 40)
+        kernels.transpose[(2, 3)](describe(x, [32, 32]), describe(y, [32, 32]), 1.0, BLOCK=32)
+        return torch.equal(y, x.T)
+
+    assert local_world(2, arch=arch, **how).run(program) == [True, True]
+
+
+@first("gfx942", "gfx1250")
+def test_a_descriptor_of_more_than_the_tensor(on):
+    """As on a GPU nothing checks it at the launch; the access is found, and the argument named."""
+    two_descriptors(on)
+    x = TensorDescriptor(torch.zeros(32, 32), [64, 32], [32, 1], [32, 32])
+    with pytest.raises(KernelFault, match=r"past the end of argument both\[0\] "):
+        kernels.pair[(1,)]((x, describe(torch.zeros(64, 32), [32, 32])), 1, N=32)
+
+
+@archs("gfx1250")
+def test_three_dimensions_are_refused_on_gfx1250(on):
+    two_descriptors(on)
+    x = describe(torch.zeros(4, 32, 32), [2, 32, 32])
+    with pytest.raises(UnsupportedInstruction, match="more than two dimensions"):
+        kernels.slabs[(1,)](x, x, N=32)
+
+
+@archs("gfx942", pytest.param("gfx950", marks=pytest.mark.slow), pytest.param("gfx1201", marks=pytest.mark.slow))
+def test_three_dimensions(on):
+    x, y = random(4, 24, 32), torch.zeros(4, 24, 32)
+    kernels.slabs[(1,)](describe(x, [2, 32, 32]), describe(y, [2, 32, 32]), N=32)
+    np.testing.assert_array_equal(y[1:3], x[1:3])
+    assert (y[0] == 0).all()
+    assert (y[3] == 0).all()
+
+
+def test_other_memory_is_refused():
+    from mori_triton import emulator
+
+    active = emulator.activate("gfx1201")
+    try:
+        x = describe(torch.zeros(32, 32), [32, 32])
+        x.base = torch.zeros(32, 32, device="meta")
+        with pytest.raises(ArgumentError, match=r"both\[0\]: want a tensor on the CPU"):
+            kernels.pair[(1,)]((x, x), 0, N=32)
+    finally:
+        active.deactivate()
+
+
+# shape, strides, block, bits of an element, padding after so many, by so much, warps -> fields that are not 0
+ENCODED = {
+    "a matrix": (
+        ([1000, 70000], [70016, 1], [32, 64], 16, 64, 8, 4),
+        {"log_size": 1, "gaps": 1, "interval": 4, "gap": 3, "width": 70000, "height": 1000, "columns": 64, "rows": 8,
+         "stride": 70016},
+    ),
+    "no padding, more warps than rows": (
+        ([5, 80000], [2**33, 1], [2, 64], 8, 0, 0, 8),
+        {"width": 80000, "height": 5, "columns": 16, "rows": 1, "stride": 2**33},
+    ),
+    "more warps than elements": (
+        ([5, 9], [16, 1], [2, 2], 32, 0, 0, 16),
+        {"log_size": 2, "width": 9, "height": 5, "columns": 1, "rows": 1, "stride": 16},
+    ),
+    "one dimension": (
+        ([1000], [1], [100], 64, 32, 2, 8),
+        {"log_size": 3, "gaps": 1, "interval": 5, "gap": 3, "width": 1000, "columns": 13},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENCODED)
+def test_tile_descriptors(name):
+    (shape, strides, block, bits, interval, gap, warps), want = ENCODED[name]
+    address = 0x7F12_3456_7890
+    meta = {"elem_bits": bits, "block_size": block, "interval_padding_pairs": [[interval, gap]] if gap else []}
+    words = tile_descriptor(address, shape, strides, meta, warps)
+    assert len(words) == 48
+    fields = {}
+    for part, table in ((words[:16], FIRST), (words[16:], SECOND)):
+        number = int.from_bytes(part, "little")
+        for field, (bit, width) in table.items():
+            fields[field] = number >> bit & ((1 << width) - 1)
+            number &= ~(((1 << width) - 1) << bit)
+        assert number == 0, "a bit outside every field"
+    assert {key: value for key, value in fields.items() if value} == {"kind": 1, "type": 2, "address": address, **want}
