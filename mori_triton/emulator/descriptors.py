@@ -87,8 +87,6 @@ def tile_descriptor(
     for i, size in enumerate(block):
         while left > 1 and 2 * parts[i] <= size:
             parts[i], left = 2 * parts[i], left // 2
-    if len(block) == 1:
-        parts = [num_warps]
     tile = [-(-size // part) for size, part in zip(block, parts, strict=True)]
     second = {16: (bits // 8).bit_length() - 1, 48: shape[-1], 112: tile[-1]}
     if len(shape) == 2:

@@ -5,8 +5,8 @@ import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mori_triton import local_world
-from mori_triton.emulator.descriptors import tile_descriptor
+from mori_triton import emulator, local_world
+from mori_triton.emulator.descriptors import descriptor_type, tile_descriptor
 from mori_triton.errors import ArgumentError, KernelFault, UnsupportedInstruction
 
 from . import descriptor_kernels as kernels
@@ -72,6 +72,17 @@ def test_beyond_the_edges_is_nan_where_asked_for(on):
     assert (y[:32] == 1).all()
 
 
+@first("gfx1250")
+def test_a_tile_is_all_that_is_stored(on):
+    """Each warp its part."""
+    two_descriptors(on)
+    x, y = random(128, 32), torch.ones(128, 32)
+    kernels.pair[(1,)]((describe(x, [32, 32]), describe(y, [32, 32])), 1, N=32)
+    np.testing.assert_array_equal(y[32:64], x[32:64])
+    assert (y[:32] == 1).all()
+    assert (y[64:] == 1).all()
+
+
 @first("gfx1201")
 def test_a_part_of_a_tensor_that_has_wide_rows(on):
     """A kernel finds shape and strides in the descriptor."""
@@ -119,8 +130,6 @@ def test_three_dimensions(on):
 
 
 def test_other_memory_is_refused():
-    from mori_triton import emulator
-
     active = emulator.activate("gfx1201")
     try:
         x = describe(torch.zeros(32, 32), [32, 32])
@@ -168,3 +177,17 @@ def test_tile_descriptors(name):
             number &= ~(((1 << width) - 1) << bit)
         assert number == 0, "a bit outside every field"
     assert {key: value for key, value in fields.items() if value} == {"kind": 1, "type": 2, "address": address, **want}
+
+
+def test_what_is_no_descriptor_is_refused():
+    """The launch of a compiled kernel, where Triton does not look; and a type of NVIDIA's."""
+    active = emulator.activate("gfx1201")
+    try:
+        x, out = torch.zeros(32, 32), torch.full((3,), -1)
+        compiled = kernels.own_shape.warmup(describe(x, [16, 16]), out, grid=(1,))
+        with pytest.raises(ArgumentError, match="x: want a TensorDescriptor, got Tensor"):
+            compiled[(1, 1, 1)](x, out)
+    finally:
+        active.deactivate()
+    with pytest.raises(ArgumentError, match=r"x: descriptors of type tensordesc_im2col.* are not emulated"):
+        descriptor_type("tensordesc_im2col<fp16[32, 32]>", "x", None, 4)
