@@ -106,6 +106,14 @@ MATRIX = _products()
 # sources of these may be of any of FORMATS, chosen by modifiers
 ANY_FORMAT = re.compile(r"(mfma|wmma)(?:_(scale|scale16))?_f32_(16x16x128|32x32x64)_f8f6f4$")
 
+# of twice as many rows of 4-bit floats: two of those with 16, one for each half of the registers of A, C and D
+TALL = re.compile(r"(wmma(?:_scale|_scale16)?_f32)_32x16x128_f4$")
+
+
+def half_of(name: str) -> str:
+    """The product of 16 rows that one of 32 is two of; any other name as it is."""
+    return TALL.sub(r"\1_16x16x128_f8f6f4", name)
+
 
 def any_format(name: str, a: str, b: str) -> Product:
     """The product that `mfma_f32_16x16x128_f8f6f4` and its like are for two formats.
@@ -154,6 +162,12 @@ def _each(mods: dict[str, str], what: str, values: dict[str, _T], default: _T) -
 def modifiers(name: str, mods: dict[str, str]) -> Modifiers:
     """The modifiers of an instruction by its canonical name. KeyError with the reason for those that are not known."""
     mods = {k: v for k, v in mods.items() if k not in ("matrix_a_reuse", "matrix_b_reuse")}
+    if TALL.match(name):
+        for m in ("matrix_a_fmt", "matrix_b_fmt", "matrix_a_scale"):
+            # A's scales have all lanes, one for each row
+            if m in mods:
+                raise KeyError(f"modifier {m}")
+        return modifiers(half_of(name), {**mods, **dict.fromkeys(("matrix_a_fmt", "matrix_b_fmt"), "MATRIX_FMT_FP4")})
     allowed = {"neg_lo", "neg_hi"} if name.startswith("wmma") else {"cbsz", "abid"}
     any_of = ANY_FORMAT.match(name)
     if any_of and any_of[1] == "wmma":

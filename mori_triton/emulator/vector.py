@@ -11,7 +11,7 @@ from mori_triton.emulator.ir import Fn, Pair, Val
 from mori_triton.emulator.isa.integer import Formula, perm_of
 from mori_triton.emulator.state import Operand
 from mori_triton.emulator.vector_lanes import Lanes
-from mori_triton.emulator.vector_matrix import ANY_FORMAT, MATRIX, Matrix
+from mori_triton.emulator.vector_matrix import ANY_FORMAT, MATRIX, Matrix, half_of
 from mori_triton.emulator.vector_packed import MIXED, PACKED, Packed
 from mori_triton.emulator.vector_small import SmallFloats, is_small_conversion
 
@@ -73,7 +73,7 @@ class Vector(Lanes, Packed, Matrix, SmallFloats):
             self.packed(ins, ops, k)
         elif k in MIXED:
             self.mixed(ins, ops, k)
-        elif k in MATRIX or ANY_FORMAT.match(k):
+        elif k in MATRIX or ANY_FORMAT.match(half_of(k)):
             self.matrix(ins, k)
         elif is_small_conversion(k):
             self.small_conversion(ins, k)

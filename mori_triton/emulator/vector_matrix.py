@@ -10,6 +10,8 @@ hardware are not documented.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import re
 
 from mori_triton.emulator.asm import Inst
@@ -17,38 +19,71 @@ from mori_triton.emulator.ir import Fn, Val
 from mori_triton.emulator.isa.convert import to_bf16
 from mori_triton.emulator.isa.small import SMALL, widen, widen_scale
 from mori_triton.emulator.lift_base import LiftBase
-from mori_triton.emulator.matrix_products import ANY_FORMAT, BITS, MATRIX, Modifiers, Product, any_format, modifiers
+from mori_triton.emulator.matrix_products import (
+    ANY_FORMAT,
+    BITS,
+    MATRIX,
+    Modifiers,
+    Product,
+    any_format,
+    half_of,
+    modifiers,
+)
 from mori_triton.emulator.state import Operand
 
-__all__ = ["ANY_FORMAT", "MATRIX", "Matrix"]
+__all__ = ["ANY_FORMAT", "MATRIX", "Matrix", "half_of"]
 
 
 class Matrix(LiftBase):
     """Part of the lifter."""
 
     def matrix(self, ins: Inst, k: str) -> None:
-        how = modifiers(k, ins.mods)
-        m = any_format(k, *how.formats) if how.formats[0] else MATRIX[k]
+        how, name = modifiers(k, ins.mods), half_of(k)
+        m = any_format(name, *how.formats) if how.formats[0] else MATRIX[name]
         if m.wave != self.W:
             raise KeyError("no semantics")
-        ops = [self.op(o) for o in ins.ops]
+        ops, tall = [self.op(o) for o in ins.ops], name != k
         if len(ops) != (6 if m.scale_block else 4):
             raise KeyError("operand count")
         for text, of in zip(ins.ops, "dabcss", strict=False):
-            if self.op(text).kind == "v" and _count(text) != m.registers(of):
-                raise KeyError(f"{_count(text)} registers, not {m.registers(of)}")
-        d, a, b, c = ops[:4]
-        if any(o.kind != "v" for o in (d, a, b)) or (m.d == "bf16" and c.kind == "imm" and c.value):
+            want = m.registers(of) * (2 if tall and of in "dac" else 1)
+            if self.op(text).kind == "v" and _count(text) != want:
+                raise KeyError(f"{_count(text)} registers, not {want}")
+        if any(o.kind != "v" for o in ops[:3]) or (m.d == "bf16" and ops[3].kind == "imm" and ops[3].value):
             raise KeyError("operand")
+        if m.wave == 32 and any(isinstance(o.value, float) for o in ops[4:]):
+            raise KeyError("operand")
+        if tall:
+            self.tall_product(name, m, how, ops)
+        else:
+            self.product(name, m, how, ops)
+
+    def tall_product(self, name: str, m: Product, how: Modifiers, ops: list[Operand]) -> None:
+        """Twice as many rows: the second half of them is in later registers, and in the second half of A's scales."""
+        d, a, b, c = ops[:4]
+        size = m.registers("d")
+        if -2 * size < d.idx - a.idx < 2 * size or -2 * size < d.idx - b.idx < m.registers("b"):
+            raise KeyError("the result overwrites a source")
+        halves = []
+        for half in range(2):
+            moved = [copy.copy(o) for o in ops]
+            for o in (moved[0], moved[1], moved[3]):
+                o.idx += size * half
+            halves.append((dataclasses.replace(how, scale_part=(half, how.scale_part[1])), moved))
+        # what the first half overwrites may be the other's C
+        for part, operands in halves if d.idx <= c.idx else reversed(halves):
+            self.product(name, m, part, operands)
+
+    def product(self, name: str, m: Product, how: Modifiers, ops: list[Operand]) -> None:
+        """Call the helper of one product."""
+        d, a, b, c = ops[:4]
         # C may be D, or lie elsewhere; results that would overwrite a part of C that is still needed wait in a buffer
         apart = c.kind == "v" and 0 < abs(d.idx - c.idx) < m.registers("d")
         args = [("ptr", self.vptr(o.idx)) for o in (d, a, b)]
         args.append(self.pass_(c, 64 if m.d == "f64" else 16 if m.d in ("f16", "bf16") else 32, m.d[0]))
-        if m.wave == 32 and any(isinstance(o.value, float) for o in ops[4:]):
-            raise KeyError("operand")
         args += [self.pass_(o, 32 * m.registers("s")) for o in ops[4:]]
         kinds = "".join(o.kind[0] for o in ops[3:])
-        key = f"{k}_{kinds}_{int(apart)}_{how}"
+        key = f"{name}_{kinds}_{int(apart)}_{how}"
 
         def build(f: Fn, p: list) -> None:
             Builder(f, m, how, self.W, c).build(p, apart)

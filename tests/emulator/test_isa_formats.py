@@ -221,7 +221,6 @@ def test_limits_of_scaled_products(name, mods):
             "v_wmma_f32_16x16x128_f8f6f4 v[0:7], v[8:23], v[24:39], 0 matrix_a_scale:MATRIX_SCALE_ROW1",
             "scale",
         ),
-        ("gfx1250", "v_wmma_scale_f32_32x16x128_f4 v[0:15], v[16:31], v[32:39], 0, v40, v41", "no semantics"),
         ("gfx950", "v_wmma_f32_16x16x128_f8f6f4 v[0:7], v[8:23], v[24:39], 0", "no semantics"),
         ("gfx950", "v_mfma_scale_f32_16x16x128_f8f6f4 v[0:3], v[4:11], v[12:19], 0, v20, v21", "op_sel_hi"),
     ],
