@@ -72,7 +72,7 @@ def descriptor_type(kind: str, name: str, meta: dict[str, Any] | None, num_warps
 def tile_descriptor(
     address: int, shape: Sequence[int], strides: Sequence[int], meta: dict[str, Any], num_warps: int
 ) -> bytes:
-    """The two groups of scalar registers, 4 and 8 words, for a tile of one or two dimensions.
+    """The groups of scalar registers: 4 and 8 words, for a tile of three to five dimensions also 4 and 4.
 
     Args:
         address: of the tensor.
@@ -82,22 +82,25 @@ def tile_descriptor(
         num_warps: each copies a part of the tile, of which there is one descriptor.
     """
     bits, block, pairs = meta["elem_bits"], list(meta["block_size"]), meta.get("interval_padding_pairs")
-    assert len(block) == len(shape) <= 2, "no code with a tile of more dimensions can be loaded"
     parts, left = [1] * len(block), num_warps
     for i, size in enumerate(block):
         while left > 1 and 2 * parts[i] <= size:
             parts[i], left = 2 * parts[i], left // 2
     tile = [-(-size // part) for size, part in zip(block, parts, strict=True)]
-    second = {16: (bits // 8).bit_length() - 1, 48: shape[-1], 112: tile[-1]}
-    if len(shape) == 2:
-        second |= {80: shape[0], 128: tile[0], 160: strides[0]}
+    # (bit, value), the last dimension first
+    sizes, tiles, steps = (list(reversed(x)) for x in (shape, tile, strides))
+    second = {16: (bits // 8).bit_length() - 1, **dict(zip((48, 80), sizes, strict=False))}
+    second |= {**dict(zip((112, 128, 144), tiles, strict=False)), **dict(zip((160, 208), steps[1:], strict=False))}
+    third = {**dict(zip((0, 32), sizes[2:], strict=False)), **dict(zip((64,), steps[3:], strict=False))}
+    third |= dict(zip((112,), tiles[3:], strict=False))
+    fourth = {bit: x[4] for bit, x in ((0, steps), (48, sizes), (80, tiles)) if len(shape) == 5}
     if pairs:
         # in words of 32 bits; the numbers start at 2 and 1
         interval, gap = (elements * bits // 32 for elements in pairs[0])
         second |= {20: 1, 22: interval.bit_length() - 2, 25: gap - 1}
     # something to do; the type of descriptor
     first = {0: 1, 64: address, 126: 2}
+    groups = [(first, 16), (second, 32), *(((third, 16), (fourth, 16)) if len(shape) > 2 else ())]
     return b"".join(
-        sum(value << bit for bit, value in fields.items()).to_bytes(num_bytes, "little")
-        for fields, num_bytes in ((first, 16), (second, 32))
+        sum(value << bit for bit, value in fields.items()).to_bytes(num_bytes, "little") for fields, num_bytes in groups
     )

@@ -46,3 +46,17 @@ def own_shape(x, out):
 def slabs(src, dst, N: tl.constexpr):
     """Of three dimensions."""
     dst.store([1, 0, 0], src.load([1, 0, 0]))
+
+
+@triton.jit
+def made_slabs(x, y, A, B, N: tl.constexpr):
+    """The same with descriptors of its own."""
+    src = tl.make_tensor_descriptor(x, [A, B, N], [B * N, N, 1], [2, N, N])
+    dst = tl.make_tensor_descriptor(y, [A, B, N], [B * N, N, 1], [2, N, N])
+    dst.store([1, 0, 0], src.load([1, 0, 0]))
+
+
+@triton.jit
+def blocks(src, dst):
+    """Of five dimensions."""
+    dst.store([1, 1, 2, 1, 0], src.load([1, 1, 2, 1, 0]))

@@ -3,14 +3,15 @@
 import numpy as np
 import pytest
 import torch
+import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mori_triton import emulator, local_world
 from mori_triton.emulator.descriptors import descriptor_type, tile_descriptor
-from mori_triton.errors import ArgumentError, KernelFault, UnsupportedInstruction
+from mori_triton.errors import ArgumentError, KernelFault
 
 from . import descriptor_kernels as kernels
-from .test_tensor_copies import FIRST, SECOND
+from .test_tensor_copies import FIRST, FOURTH, SECOND, THIRD
 from .test_triton_kernels import ARCHS, archs, assert_within, nan, on, random
 from .test_tutorials import IS_36
 from .test_user_kernels import first
@@ -112,21 +113,42 @@ def test_a_descriptor_of_more_than_the_tensor(on):
         kernels.pair[(1,)]((x, describe(torch.zeros(64, 32), [32, 32])), 1, N=32)
 
 
+@first("gfx942", "gfx950", "gfx1201")
+@pytest.mark.parametrize("made", ["given", "made in the kernel"])
+def test_three_dimensions(on, made):
+    check_slabs(made)
+
+
 @archs("gfx1250")
-def test_three_dimensions_are_refused_on_gfx1250(on):
-    two_descriptors(on)
-    x = describe(torch.zeros(4, 32, 32), [2, 32, 32])
-    with pytest.raises(UnsupportedInstruction, match="more than two dimensions"):
-        kernels.slabs[(1,)](x, x, N=32)
+@pytest.mark.parametrize("made", ["given", "made in the kernel"])
+def test_three_dimensions_on_gfx1250(on, made):
+    if IS_36:
+        pytest.skip("Triton 3.6 cannot lower them there")
+    check_slabs(made)
 
 
-@archs("gfx942", pytest.param("gfx950", marks=pytest.mark.slow), pytest.param("gfx1201", marks=pytest.mark.slow))
-def test_three_dimensions(on):
+def check_slabs(made):
+    """A tile of which the last rows lie beyond the edge."""
     x, y = random(4, 24, 32), torch.zeros(4, 24, 32)
-    kernels.slabs[(1,)](describe(x, [2, 32, 32]), describe(y, [2, 32, 32]), N=32)
+    if made == "given":
+        kernels.slabs[(1,)](describe(x, [2, 32, 32]), describe(y, [2, 32, 32]), N=32)
+    else:
+        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8))
+        kernels.made_slabs[(1,)](x, y, 4, 24, N=32)
     np.testing.assert_array_equal(y[1:3], x[1:3])
     assert (y[0] == 0).all()
     assert (y[3] == 0).all()
+
+
+@first("gfx1250", "gfx1250", "gfx942")
+def test_five_dimensions(on):
+    if IS_36 and on == "gfx1250":
+        pytest.skip("Triton 3.6 cannot lower them there")
+    x, y = random(3, 2, 3, 5, 16), torch.zeros(3, 2, 3, 5, 16)
+    kernels.blocks[(1,)](describe(x, [2, 1, 2, 4, 16]), describe(y, [2, 1, 2, 4, 16]))
+    want = torch.zeros_like(y)
+    want[1:, 1:, 2:, 1:] = x[1:, 1:, 2:, 1:]
+    np.testing.assert_array_equal(y, want)
 
 
 def test_other_memory_is_refused():
@@ -159,6 +181,17 @@ ENCODED = {
         ([1000], [1], [100], 64, 32, 2, 8),
         {"log_size": 3, "gaps": 1, "interval": 5, "gap": 3, "width": 1000, "columns": 13},
     ),
+    "three dimensions": (
+        ([70000, 6, 80], [2**40 + 480, 80, 1], [4, 4, 16], 32, 0, 0, 8),
+        {"log_size": 2, "width": 80, "height": 6, "columns": 16, "rows": 2, "depth": 1, "stride": 80,
+         "stride_2": 2**40 + 480, "size_2": 70000},
+    ),
+    "five dimensions": (
+        ([70001, 70002, 5, 6, 80], [2**41 + 1, 2**42 + 3, 480, 80, 1], [2, 4, 2, 8, 16], 8, 0, 0, 4),
+        {"width": 80, "height": 6, "columns": 16, "rows": 8, "depth": 2, "stride": 80, "stride_2": 480,
+         "size_2": 5, "size_3": 70002, "size_4": 70001, "stride_3": 2**42 + 3, "stride_4": 2**41 + 1,
+         "tile_3": 2, "tile_4": 1},
+    ),
 }  # fmt: skip
 
 
@@ -168,9 +201,9 @@ def test_tile_descriptors(name):
     address = 0x7F12_3456_7890
     meta = {"elem_bits": bits, "block_size": block, "interval_padding_pairs": [[interval, gap]] if gap else []}
     words = tile_descriptor(address, shape, strides, meta, warps)
-    assert len(words) == 48
-    fields = {}
-    for part, table in ((words[:16], FIRST), (words[16:], SECOND)):
+    assert len(words) == (48 if len(shape) < 3 else 80)
+    fields, tables = {}, (FIRST, SECOND, THIRD, FOURTH)
+    for part, table in zip((words[:16], words[16:48], words[48:64], words[64:]), tables, strict=True):
         number = int.from_bytes(part, "little")
         for field, (bit, width) in table.items():
             fields[field] = number >> bit & ((1 << width) - 1)
