@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +26,38 @@ def _called() -> None:
     """Something that is called."""
 
 
-@pytest.fixture(autouse=True)
-def lifting_is_measured_by_its_own_tests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Coverage makes the lifter three times as slow, a third of what a kernel costs; tests/emulator reach all of it."""
-    if sys.gettrace() is None or "emulator" in request.path.parts:
-        return
-    from mori_triton.emulator import module
+def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, out of coverage's sight."""
 
-    lift = module._lift
-
-    def untraced(text: str, entry: str) -> Any:
+    def call(*args: Any, **named: Any) -> Any:
         trace = sys.gettrace()
         sys.settrace(None)
         try:
-            return lift(text, entry)
+            return function(*args, **named)
         finally:
             sys.settrace(trace)
             # coverage takes up its own way of being called at the next call, and has to see this function's return
             _called()
 
-    monkeypatch.setattr(module, "_lift", untraced)
+    return call
+
+
+@pytest.fixture(autouse=True)
+def what_only_costs_is_not_measured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Coverage makes the lifter, and what Triton's compiler does in Python, take two to three times as long.
+
+    They are most of what a kernel costs. tests/emulator reach all of the lifter; Triton is not measured, and what it calls
+    of the package is reached in tests/device and tests/ir.
+    """
+    if sys.gettrace() is None:
+        return
+    import triton
+
+    from mori_triton.emulator import module
+
+    if not {"device", "ir"} & set(request.path.parts):
+        # of launches, and of `cross_compile`
+        monkeypatch.setattr(triton.JITFunction, "_do_compile", _untraced(triton.JITFunction._do_compile))
+        monkeypatch.setattr(triton, "compile", _untraced(triton.compile))
+    if "emulator" not in request.path.parts:
+        monkeypatch.setattr(module, "_lift", _untraced(module._lift))
