@@ -46,8 +46,8 @@ def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 def what_only_costs_is_not_measured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Coverage makes the lifter, and what Triton's compiler does in Python, take two to three times as long.
 
-    They are most of what a kernel costs. tests/emulator reach all of the lifter; Triton is not measured, and what it calls
-    of the package is reached in tests/device and tests/ir.
+    They are most of what a kernel costs. tests/emulator reach all of the lifter; Triton is not measured, and what it
+    calls of the package is reached by tests/device and tests/ir.
     """
     if sys.gettrace() is None:
         return
