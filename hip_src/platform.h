@@ -63,6 +63,11 @@ MORI_INLINE u32 num_threads() {
 }
 
 MORI_INLINE u32 wave_size() { return __builtin_amdgcn_wavefrontsize(); }
+// One thread's value in all of its wave, which all come by; `lane` is the same in each.
+MORI_INLINE u64 of_lane(u64 value, u32 lane) {
+  u32 low = (u32)__builtin_amdgcn_readlane((i32)value, (i32)lane), high = (u32)__builtin_amdgcn_readlane((i32)(value >> 32), (i32)lane);
+  return (u64)high << 32 | low;
+}
 
 MORI_INLINE void program_barrier() {
   __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
@@ -111,11 +116,13 @@ MORI_INLINE T poll_system(u64 address) {
   return __scoped_atomic_load_n(global<T>(address), __ATOMIC_RELAXED, __MEMORY_SCOPE_SYSTEM);
 }
 
-// Whether this arrival is the last of `count`. Between release_before_barrier() and a barrier, and a broadcast and, of who is last,
-// acquire_after_barrier_device().
+// Whether this arrival is the last of `count`. Between release_before_barrier() and a barrier, and, of who is last, a release to the
+// system, or acquire_arrivals(), a broadcast and acquire_after_barrier_device().
 MORI_INLINE bool arrive_device(u64 address, u32 count) {
   return __scoped_atomic_fetch_add(global<u32>(address), 1u, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE) == count - 1;
 }
+
+MORI_INLINE void acquire_arrivals() {}
 
 // An address with an index in it. Some LLVMs, for gfx1250, scale the index in the access itself, which not every access can; this
 // keeps it out of their sight.
@@ -187,6 +194,12 @@ MORI_INLINE u32 thread_index() { return __nvvm_read_ptx_sreg_tid_x(); }
 MORI_INLINE u32 program_index() { return __nvvm_read_ptx_sreg_ctaid_x(); }
 MORI_INLINE u32 num_threads() { return __nvvm_read_ptx_sreg_ntid_x(); }
 MORI_INLINE u32 wave_size() { return 32; }
+MORI_INLINE u64 of_lane(u64 value, u32 lane) {
+  u32 low, high;
+  asm volatile("shfl.sync.idx.b32 %0, %1, %2, 31, -1;" : "=r"(low) : "r"((u32)value), "r"(lane) : "memory");
+  asm volatile("shfl.sync.idx.b32 %0, %1, %2, 31, -1;" : "=r"(high) : "r"((u32)(value >> 32)), "r"(lane) : "memory");
+  return (u64)high << 32 | low;
+}
 
 // PTX text instead of builtins: bitcode of this compiler is lowered by whichever LLVM the user's Triton carries, and older ones
 // drop the scope of an atomic
@@ -230,15 +243,14 @@ MORI_INLINE T poll_system(u64 address) {
   }
 }
 
-// Each arrival is a release, and the last an acquire of all: their additions are one chain, of which it has read the end. An acquire
+// Each arrival is a release, and who is last acquires all: their additions are one chain, of which it has read the end. An acquire
 // drops all of a first-level cache, so the others go without.
 MORI_INLINE bool arrive_device(u64 address, u32 count) {
   u32 old;
   asm volatile("atom.release.gpu.global.add.u32 %0, [%1], 1;" : "=r"(old) : "l"(address) : "memory");
-  bool last = old == count - 1;
-  if (last) asm volatile("fence.acq_rel.gpu;" ::: "memory");
-  return last;
+  return old == count - 1;
 }
+MORI_INLINE void acquire_arrivals() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 MORI_INLINE u64 word_at(u64 address, u64 index) { return address + 8 * index; }
 

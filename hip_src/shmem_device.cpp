@@ -165,6 +165,9 @@ MORI_EXPORT i64 CTX(wait_all_ge)(u64 ctx, u64 address, i32 num, i64 value, i32 t
 MORI_EXPORT i32 CTX(arrive_last)(u64 ctx, u64 counter, i32 count) {
   return arrive_last(CTX_CALL, counter, count);
 }
+MORI_EXPORT i32 CTX(signal_set_all_last)(u64 ctx, u64 address, u64 value, u64 counter, i32 count) {
+  return signal_set_all_last(CTX_CALL, address, value, counter, count);
+}
 
 MORI_EXPORT i32 CTX(report)(u64 ctx, i32 kind, i32 peer, i32 tag, u64 address, u64 expected, u64 seen) {
   report(CTX_CALL, (u32)kind, peer, tag, address, expected, seen);

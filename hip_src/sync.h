@@ -7,7 +7,7 @@
 // fence and quiet are the same: all earlier stores of the program are visible to every PE on return, and what it has asked of the
 // network is complete. Through the network a signal covers what the program has put before to the same PE on the same queue pair, and
 // all that it has stored to mapped memory; a quiet in between covers the rest.
-// arrive_last is the same at device scope, between the programs of one launch, none of which waits.
+// arrive_last is the same at device scope, between the programs of one launch, none of which waits; signal_set_all_last is both, but for the acquire.
 // No wait is without an end unless the host asked for it: after ctx->timeout_ticks it appends a record and returns what it saw.
 #pragma once
 
@@ -205,12 +205,57 @@ MORI_BODY i32 arrive_last(Call call, u64 counter, i32 count) {
   if (count == 1) return 1;
   if (is_elected()) {
     last = arrive_device(counter, (u32)count);
-    // read again by the next launch only
-    if (last) *global<u32>(counter) = 0;
+    if (last) {
+      acquire_arrivals();
+      // read again by the next launch only
+      *global<u32>(counter) = 0;
+    }
   }
   last = broadcast_after_barrier(last);
   // the others read nothing of anybody's, and keep what is cached
   if (last) acquire_after_barrier_device();
+  return last;
+}
+
+// The first wave's half of signal_set_all_last(): one thread releases and sets the words of the PEs that are mapped, each of the others
+// looks one up for it.
+MORI_INLINE void signal_all_by_wave(Call call, u64 address, u64 value) {
+  Ctx ctx = call.ctx;
+  u32 n = fixed(&ctx->n_pes), wave = wave_size();
+#pragma clang loop unroll(disable)
+  for (u32 first = 0; first < n; first += wave) {
+    // before the release, after which the context is no longer in the first-level cache
+    u64 mine = translate(ctx, address, 8, (i32)(first + thread_index()));
+    if (first == 0 && is_elected()) release_to_system(warm(ctx));
+#pragma clang loop unroll(disable)
+    for (u32 pe = first; pe < n && pe < first + wave; pe++) {
+      u64 there = of_lane(mine, pe - first);
+      if (!is_elected()) continue;
+      if (there != 0)
+        store_system<u64>(there, value);
+      else if (!has_network(ctx))
+        report_by_one(call, kRefused, (i32)pe, 0, address, 8, 0, 0);
+    }
+  }
+}
+
+// What arrive_last() and, of the program that is last, signal_set_all() do together; but that program does not acquire what the others
+// have stored. The thread that has seen them arrive is the one that releases and signals, so one fence does for what takes two, one
+// behind the other, when the two are called.
+MORI_BODY i32 signal_set_all_last(Call call, u64 address, u64 value, u64 counter, i32 count) {
+  Logged logged(call, -1, 8);
+  bool good = locate_or_report(call, address, 8, 8, fixed(&call.ctx->pe)) != 0;
+  i32 last = 0;
+  gather_stores(call.ctx);
+  if (thread_index() < wave_size()) {
+    if (is_elected()) last = count == 1 || arrive_device(counter, (u32)count);
+    last = (i32)of_lane((u64)(u32)last, 0);
+    if (last && good) signal_all_by_wave(call, address, value);
+    // read again by the next launch only
+    if (last && count != 1 && is_elected()) *global<u32>(counter) = 0;
+  }
+  last = broadcast_after_barrier(last);
+  if (last && good && has_network(call.ctx)) signal_set_all_over_network(call, address, value);
   return last;
 }
 

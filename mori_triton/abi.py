@@ -220,6 +220,7 @@ def _ctx_functions() -> dict[str, Function]:
         add(f"wait_{t}", f"uint64 {t} int32 int32 int32", t)
     add("wait_all_ge", "uint64 int32 int64 int32", "int64")
     add("arrive_last", "uint64 int32")
+    add("signal_set_all_last", "uint64 uint64 uint64 int32")
     add("prefetch", "")
     add("report", "int32 int32 int32 uint64 uint64 uint64")
     for scope in _SCOPES:

@@ -143,6 +143,9 @@ def signal_kernel(ctx, out, sig, value, pe, which):
         result = shmem.wait_all_ge(ctx, sig, pe, value, 17)
     elif which == 9:
         result = shmem.signal_set_all(ctx, sig, value).to(tl.int64)
+    elif which == 10:
+        # the one program is the last, and nobody to count
+        result = shmem.signal_set_all_last(ctx, sig, value, 0, 1).to(tl.int64)
     tl.store(out + tl.arange(0, 64), result)
 
 

@@ -85,18 +85,21 @@ def test_signals_set_and_add_once(arch: str, num_warps: int) -> None:
         assert pes.count(0) == 5
 
 
+@pytest.mark.parametrize(("which", "good", "bad"), [(9, 0, -1), (10, 1, 1)], ids=["signal_set_all", "of the last"])
 @pytest.mark.parametrize(("arch", "n", "num_warps"), [("gfx1201", 3, 1), ("gfx1201", 40, 1), ("gfx942", 70, 2)])
-def test_signal_set_all_reaches_every_pe_that_can_be(arch: str, n: int, num_warps: int) -> None:
+def test_signal_set_all_reaches_every_pe_that_can_be(
+    arch: str, n: int, num_warps: int, which: int, good: int, bad: int
+) -> None:
     pes = Pes(n, arch, heap_bytes=8192, unreachable={(0, 2)})
     with pes.current(0) as ctx:
         for pe in range(n):
             pes.view(pe, SIG, 3, torch.int64)[:] = -1
-        assert call(pes, ctx, 9, 77, offset=SIG + 8, num_warps=num_warps) == 0
+        assert call(pes, ctx, which, 77, offset=SIG + 8, num_warps=num_warps) == good
         words = [pes.view(pe, SIG, 3, torch.int64).tolist() for pe in range(n)]
         assert words == [[-1, -1 if pe == 2 else 77, -1] for pe in range(n)]
         assert [(r["kind"], r["peer"]) for r in pes.records(0)] == [(abi.ERROR_REFUSED, 2)]
-        assert call(pes, ctx, 9, 78, offset=8192, num_warps=num_warps) == -1
-        assert call(pes, ctx, 9, 78, offset=SIG + 4, num_warps=num_warps) == -1
+        assert call(pes, ctx, which, 78, offset=8192, num_warps=num_warps) == bad
+        assert call(pes, ctx, which, 78, offset=SIG + 4, num_warps=num_warps) == bad
         assert pes.count(0) == 3
         assert [pes.view(pe, SIG, 3, torch.int64).tolist() for pe in range(n)] == words
 

@@ -19,7 +19,7 @@ N = 128
 
 
 @triton.jit(do_not_specialize=["epoch"])
-def everybody_kernel(ctx, parts, counter, signals, bad, epoch, N: tl.constexpr):
+def everybody_kernel(ctx, parts, counter, signals, bad, epoch, N: tl.constexpr, AT_ONCE: tl.constexpr):
     """Every program writes its part to every PE; the last one signals all; all wait for all and check. parts: int32
     [n_pes, programs, N] and signals: int64 [n_pes], symmetric.
     """
@@ -29,7 +29,9 @@ def everybody_kernel(ctx, parts, counter, signals, bad, epoch, N: tl.constexpr):
     mine = (me * programs + pid) * N
     for pe in range(n):
         tl.store(shmem.remote_ptr(ctx, parts, pe) + mine + offs, offs + epoch + 10 * me + pid)
-    if shmem.arrive_last(ctx, counter, programs) == 1:
+    if AT_ONCE:
+        shmem.signal_set_all_last(ctx, signals + me, epoch, counter, programs)
+    elif shmem.arrive_last(ctx, counter, programs) == 1:
         shmem.signal_set_all(ctx, signals + me, epoch)
     shmem.wait_all_ge(ctx, signals, n, epoch, 3)
     wrong = tl.zeros([N], tl.int32)
@@ -68,7 +70,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return tensor
 
 
-def everybody(pe: int) -> list[int]:
+def everybody(pe: int, at_once: bool) -> list[int]:
     """Two rounds in one world, as many programs as may be resident."""
     n, programs = mori.shmem.shmem_npes(), 2
     parts, signals = zeros((n, programs, N), torch.int32), zeros((n,), torch.int64)
@@ -77,7 +79,7 @@ def everybody(pe: int) -> list[int]:
     for epoch in (1, 2):
         bad = torch.full((programs,), -1, dtype=torch.int32)
         args = (mori.shmem.context(), parts, counter, signals, bad, epoch)
-        launch(everybody_kernel, (programs,), *args, N=N, num_warps=2)
+        launch(everybody_kernel, (programs,), *args, N=N, AT_ONCE=at_once, num_warps=2)
         results += bad.tolist()
         mori.shmem.shmem_barrier_all()
     return results
@@ -97,11 +99,12 @@ def handover(pe: int, signal: str) -> int:
     return int(bad[0])
 
 
+@pytest.mark.parametrize("at_once", [False, True], ids=["arrive_last, signal_set_all", "signal_set_all_last"])
 @pytest.mark.parametrize(("arch", "seeds"), [("gfx1201", range(4)), ("gfx942", range(2))])
-def test_arrive_last_signal_set_all_and_wait_all_order_everything(arch: str, seeds: range) -> None:
+def test_arrive_last_signal_set_all_and_wait_all_order_everything(arch: str, seeds: range, at_once: bool) -> None:
     for seed in seeds:
         world = mori.local_world(3, device="cpu", arch=arch, seed=seed, weak_memory=True)
-        assert world.run(everybody) == [[0] * 4] * 3
+        assert world.run(everybody, at_once) == [[0] * 4] * 3
 
 
 @pytest.mark.parametrize(("arch", "n"), [("gfx1201", 3), ("gfx1201", 10), ("gfx942", 2)])

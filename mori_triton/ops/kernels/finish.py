@@ -45,10 +45,9 @@ def signal_last(ctx, signals_ptr, control_ptr, ARRIVALS: tl.constexpr, EPOCH: tl
     """
     # only the end of this launch, or what follows it, advances the epoch; loaded late it would delay the signal
     epoch = tl.load(control_ptr + EPOCH) + 1
-    last = shmem.arrive_last(ctx, control_ptr + ARRIVALS, tl.num_programs(0) * tl.num_programs(1))
-    if last != 0:
-        shmem.signal_set_all(ctx, signals_ptr + shmem.my_pe(ctx), epoch)
-    return last
+    word_ptr = signals_ptr + shmem.my_pe(ctx)
+    num_programs = tl.num_programs(0) * tl.num_programs(1)
+    return shmem.signal_set_all_last(ctx, word_ptr, epoch, control_ptr + ARRIVALS, num_programs)
 
 
 @triton.jit
