@@ -31,7 +31,8 @@ _BATCH = 32
 _MOST_WORDS = 8192
 # rows of a program at a time, whose loads are in flight together
 _PULLED_ROWS = 64
-_PUSHED_ROWS = 4
+_PUSHED_ROWS = 8
+_PUSHED_ROWS_FEW = 4
 # where a combine's input stays as it is until the sums are made: peers, or the sums, write the other buffers of the op
 _KEPT_IN = (None, "combine_in")
 
@@ -113,15 +114,15 @@ def combine_steps(call: CombineCall) -> tuple[list[Step], list[Step]]:
     def grid(num_rows: int, piece_bytes: int, most: int) -> tuple[int, int]:
         return piece_grid(num_rows, row_bytes if n <= RDNA4_FEW_TOKENS else 1, piece_bytes, most)
 
-    blocks = triton.cdiv(call.num_rows, _PUSHED_ROWS)
+    pushed_rows = _PUSHED_ROWS_FEW if n <= RDNA4_FEW_TOKENS else _PUSHED_ROWS
     push = call.step(
-        rdna4_push_kernel, grid(blocks, shape.stage_piece_bytes, shape.stage_programs),
+        rdna4_push_kernel, grid(triton.cdiv(call.num_rows, pushed_rows), shape.stage_piece_bytes, shape.stage_programs),
         call.ctx, call.view("payload_bases"), call.given("rows"), call.given("sources"), call.given("total"),
         call.view("staging"), call.view("staging_weights"), call.view("combine_signals"), call.view("control"),
         k, call.num_rows, weights,
         MAX_TOKENS=config.max_num_inp_token_per_rank, KEEPS_OWN=keeps_own, **_ids(call),
         ROW_UNITS=row_bytes // from_align, ALIGN=from_align, BLOCK=shape.stage_piece_bytes // min(from_align, 4),
-        BLOCK_R=_PUSHED_ROWS, WAIT=call.wait, TAG=COMBINE_TAG, num_warps=shape.stage_warps, waits=call.wait,
+        BLOCK_R=pushed_rows, WAIT=call.wait, TAG=COMBINE_TAG, num_warps=shape.stage_warps, waits=call.wait,
     )  # fmt: skip
     rows = config.world_size * config.max_num_inp_token_per_rank
     add = call.step(

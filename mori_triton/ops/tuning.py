@@ -58,17 +58,18 @@ _FEW_TOKENS = 512
 # a token a program, its whole row in registers, few enough that many programs are resident: latencies overlap
 _GPU_LL = replace(_GPU_DISPATCH, num_programs=1024, piece_bytes=16384, num_warps=4, route_tokens=1)
 _EMULATED_LL = replace(_EMULATED, route_tokens=2)
-# IntraNodeRDNA4, measured on one H200 and between two. Few tokens: dispatch has a program for each, and combine splits
-# rows into tiles of 512 elements of two bytes, of 1024 where they are long. More: dispatch asks for the slots of
-# several tokens at once, which between GPUs takes longest, and combine moves whole tokens, in steps of these sizes.
-# Few programs push: at the end each has to say that it is done
+# IntraNodeRDNA4, measured on one H200, between two and between four. Few tokens: dispatch has a program for each, and
+# combine splits rows into tiles of 512 elements of two bytes, of 1024 where they are long. More: dispatch asks for the
+# slots of several tokens at once, which between GPUs takes longest, and combine moves whole tokens, in these steps.
+# Few programs push, each with several rows in flight: at the end each has to say that it is done
 _EMULATED_RDNA4 = replace(_EMULATED, route_tokens=4)
 _GPU_RDNA4_COMBINE = EpLaunchConfig(
-    num_programs=1056, piece_bytes=2048, num_warps=2, route_tokens=4, route_warps=4,
-    stage_programs=264, stage_piece_bytes=2048, stage_warps=2,
+    num_programs=4224, piece_bytes=2048, num_warps=2, route_tokens=4, route_warps=4,
+    stage_programs=528, stage_piece_bytes=2048, stage_warps=1,
 )  # fmt: skip
-_GPU_RDNA4_DISPATCH = replace(_GPU_RDNA4_COMBINE, num_programs=NO_LIMIT, num_warps=4)
-_GPU_RDNA4_DISPATCH_FEW = replace(_GPU_RDNA4_DISPATCH, piece_bytes=4096, route_tokens=1)
+_GPU_RDNA4_COMBINE_FEW = replace(_GPU_RDNA4_COMBINE, num_programs=1056, stage_programs=264)
+_GPU_RDNA4_DISPATCH = replace(_GPU_RDNA4_COMBINE, num_programs=NO_LIMIT, num_warps=4, stage_programs=264)
+_GPU_RDNA4_DISPATCH_FEW = replace(_GPU_RDNA4_DISPATCH, route_tokens=1)
 RDNA4_FEW_TOKENS = 256
 _RDNA4_LONG_ROW = 4096
 
@@ -147,13 +148,12 @@ def _built_in_rdna4(device_type: str, phase: str, num_tokens: int, row_bytes: in
     elif phase == "dispatch":
         shape = _GPU_RDNA4_DISPATCH_FEW if few else _GPU_RDNA4_DISPATCH
     else:
-        shape = _GPU_RDNA4_COMBINE
+        shape = _GPU_RDNA4_COMBINE_FEW if few else _GPU_RDNA4_COMBINE
     if phase == "dispatch" or not few:
         return shape
     tile = 2048 if row_bytes >= _RDNA4_LONG_ROW else 1024
-    # 16 bytes a thread, on waves of 64 too
-    warps = tile // 1024
-    return replace(shape, piece_bytes=tile, num_warps=warps, stage_piece_bytes=tile, stage_warps=warps)
+    # 16 bytes a thread, on waves of 64 too; a program that pushes has several rows in flight, so fewer threads do
+    return replace(shape, piece_bytes=tile, num_warps=tile // 1024, stage_piece_bytes=tile, stage_warps=1)
 
 
 def shape_of_rule(shape: EpLaunchConfig, rule: TuningRule) -> EpLaunchConfig:

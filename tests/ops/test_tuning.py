@@ -87,7 +87,7 @@ def test_rdna4_takes_tiles_and_single_tokens_of_few(device, hidden, tile):
         combine = launch_config(device, "combine", num_tokens, **call)
         assert combine.piece_bytes == combine.stage_piece_bytes == 2 * tile
         # 16 bytes for each thread, also of waves of 64
-        assert combine.num_warps == combine.stage_warps == tile // 512
+        assert (combine.num_warps, combine.stage_warps) == (tile // 512, 1)
         dispatch = launch_config(device, "dispatch", num_tokens, **call)
         assert dispatch.num_programs >= num_tokens
         assert dispatch.route_tokens == 1
