@@ -55,7 +55,7 @@ def _start() -> llvm.ExecutionEngine:
 
 # sources that have no part in what an object contains
 _NO_PART = {"__init__.py", "device.py", "driver.py", "hostcalls.py", "launch.py", "ledger.py", "machine.py"}
-_NO_PART |= {"printf.py", "scheduler.py"}
+_NO_PART |= {"descriptors.py", "printf.py", "scheduler.py"}
 
 
 @functools.cache
