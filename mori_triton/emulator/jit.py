@@ -131,9 +131,10 @@ def _alone(path: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             folder = os.open(path.parent, os.O_RDONLY)
-            # which unlocks it too
             stack.callback(os.close, folder)
             fcntl.flock(folder, fcntl.LOCK_EX)
+            # closing is not enough: a child that was forked meanwhile has the descriptor too, and the lock with it
+            stack.callback(fcntl.flock, folder, fcntl.LOCK_UN)
         yield
 
 

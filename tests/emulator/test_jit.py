@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -131,3 +134,27 @@ def test_processes_that_want_the_same_build_it_once(cache: Path) -> None:
             time.sleep(0.5)
             assert first.communicate("\n", timeout=100)[0] == "8\n"
             assert second.communicate("\n", timeout=100)[0] == "8\n"
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """It has a copy of the descriptor for as long as it lives."""
+    path = tmp_path / "objects" / "some.o"
+
+    def enter() -> None:
+        with jit._alone(path):
+            pass
+
+    with jit._alone(path):
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+    again = threading.Thread(target=enter, daemon=True)
+    try:
+        again.start()
+        again.join(5)
+        assert not again.is_alive()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
