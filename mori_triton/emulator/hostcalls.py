@@ -127,15 +127,20 @@ class HostcallBuffer:
 
 def _interrupt(wave: int, event: int, instruction: int) -> int:
     """An interrupt of a wave: 1, or 0 with the wave's fault set. Nothing can be raised into the lifted code."""
-    buffer = _buffers[event]
+    buffer, fault = None, lay.UNKNOWN_EVENT
     try:
-        buffer.serve()
+        # the event is what the kernel has in m0: it may be anything, also that of a launch that is gone
+        buffer = _buffers.get(event)
+        if buffer is not None:
+            buffer.serve()
+            return 1
     except BaseException as error:
-        buffer.error = error
-        ctypes.c_uint64.from_address(wave + lay.FAULT).value = lay.MESSAGE
-        ctypes.c_uint64.from_address(wave + lay.FAULT_PC).value = instruction
-        return 0
-    return 1
+        fault = lay.MESSAGE
+        if buffer is not None:
+            buffer.error = error
+    ctypes.c_uint64.from_address(wave + lay.FAULT).value = fault
+    ctypes.c_uint64.from_address(wave + lay.FAULT_PC).value = instruction
+    return 0
 
 
 @functools.cache

@@ -167,7 +167,7 @@ class Machine:
         if kind == lay.TRAP and calls is not None and calls.failed_assertion:
             return launch, KernelFault(f"{calls.failed_assertion}: {lay.FAULTS[kind]}: {where}")
         bad = wave.get(lay.FAULT_ADDR)
-        if kind in (4, 7, lay.TRAP, lay.UNKNOWN_COPY):
+        if kind in (4, 7, lay.TRAP, lay.UNKNOWN_COPY, lay.MESSAGE, lay.UNKNOWN_EVENT):
             return launch, KernelFault(f"{lay.FAULTS[kind]}: {where}")
         near = f"; {launch.nearest(bad)}" if kind in (1, 3) else ""
         size = wave.get(lay.FAULT_SIZE)

@@ -9,6 +9,7 @@ import pytest
 from mori_triton.emulator import hostcalls, state
 from mori_triton.emulator.hostcalls import HostcallBuffer
 from mori_triton.emulator.launch import Launch
+from mori_triton.emulator.machine import Event, Machine
 from mori_triton.emulator.printf import printf
 from mori_triton.errors import KernelFault
 
@@ -254,3 +255,16 @@ def test_events_are_of_24_bits_and_go_with_their_buffers():
     del devices
     gc.collect()
     assert not any(event in hostcalls._buffers for event in events)
+
+
+@pytest.mark.parametrize("event", ["never given", "of a launch that is gone"])
+def test_an_interrupt_for_nobody_is_a_fault(event, capfd):
+    number = 0xFFFFFFFF if event == "never given" else Device(HostcallBuffer(1)).event
+    gc.collect()
+    m = Machine(1)
+    m.submit(Launch(kernel(f"\ts_mov_b32 m0, {number}\n{INTERRUPT}", name="lost"), (1, 1, 1), []))
+    assert m.run(1000) == Event.FAULT
+    _, error = m.fault()
+    assert str(error).startswith("message to the host for an event of no launch in flight: lost, ")
+    # what ctypes prints of an error that it cannot raise
+    assert capfd.readouterr() == ("", "")
