@@ -121,7 +121,10 @@ class HostcallBuffer:
         line = text.decode(errors="backslashreplace")
         if control & TO_STDERR:
             self.failed_assertion = line.strip()
-        (sys.stderr if control & TO_STDERR else sys.stdout).write(line)
+        stream = sys.stderr if control & TO_STDERR else sys.stdout
+        # a process need not have one: as with print(), the line is lost then
+        if stream is not None:
+            stream.write(line)
         return len(text)
 
 

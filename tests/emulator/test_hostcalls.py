@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import struct
+import sys
 
 import pytest
 
@@ -211,6 +212,17 @@ def test_streams(capsys):
     assert device.call({0: part(BEGIN | END)}) == {0: 2**64 - 1}
     assert device.call({0: part(BEGIN | END, 0, *words(b"caf\xc3\xa9 \xff\n"))}) == {0: 8}
     assert capsys.readouterr() == ("café \\xff\n", "error\n")
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_without_a_stream_nothing_is_printed(stream, monkeypatch, capsys):
+    """As print() does it, of a process that has none."""
+    monkeypatch.setattr(sys, stream, None)
+    device = Device(HostcallBuffer(1))
+    answers = [device.call({0: part(BEGIN | END, control, *words(b"line\n"))}) for control in (0, 1)]
+    assert answers == [{0: 5}, {0: 5}]
+    assert device.buffer.failed_assertion == "line"
+    assert capsys.readouterr() == (("", "line\n") if stream == "stdout" else ("line\n", ""))
 
 
 @pytest.mark.parametrize(
