@@ -14,7 +14,10 @@ from typing import Any
 
 # a specifier ends at the first letter of these
 _SPECIFIER = re.compile(rb"%(?:(%)|[^diouxXfFeEgGaAcspn]*([diouxXfFeEgGaAcspn]))")
-_FLOATS = b"fFeEgGaA"
+_FLOATS, _INTEGERS = b"fFeEgGaA", b"diouxX"
+_POSITION = re.compile(rb"\d+\$")
+# flags, width and precision; the size of the argument
+_PARTS = re.compile(rb"%([-+ #0']*(?:\*|\d+)?(?:\.(?:\*|\d*))?)(hh?|ll?|[Lqjzt])?[a-zA-Z]")
 # most lines are shorter
 _LINE_BYTES = 512
 
@@ -26,11 +29,23 @@ def _snprintf() -> Any:
     return function
 
 
+def _for_host(specifier: bytes, letter: bytes) -> bytes:
+    """A specifier that reads what `printf` passes for its letter; empty for what is no specifier of C.
+
+    Only integers keep their size, which says what they are cut to: `%ls` would read wide characters, `%Lf` a long
+    double. Positions go, as arguments come in the order of their specifiers.
+    """
+    found = _PARTS.fullmatch(_POSITION.sub(b"", specifier))
+    if found is None:
+        return b""
+    return b"%" + found[1] + (found[2] or b"" if letter in _INTEGERS else b"") + letter
+
+
 @functools.lru_cache(maxsize=1024)
 def _pieces(form: bytes) -> list[tuple[bytes, bytes, bytes]]:
     """(text before a specifier, the specifier, its letter); a last one without specifier is what follows them.
 
-    Nothing follows a specifier that does not end.
+    Nothing follows a specifier that does not end. What is no specifier of C is text, and then one without effect.
     """
     pieces: list[tuple[bytes, bytes, bytes]] = []
     text, at = b"", 0
@@ -43,7 +58,11 @@ def _pieces(form: bytes) -> list[tuple[bytes, bytes, bytes]]:
         if found[1]:
             text += b"%%"
         else:
-            pieces.append((text, found[0], found[2]))
+            specifier = _for_host(found[0], found[2])
+            if specifier:
+                pieces.append((text, specifier, found[2]))
+            else:
+                pieces.append((text + found[0].replace(b"%", b"%%"), found[0], b"n"))
             text = b""
     return [*pieces, (text + form[at:], b"", b"")]
 
@@ -58,7 +77,8 @@ def printf(words: Sequence[int]) -> bytes:
     """What C's printf prints.
 
     words: the format string, padded to whole words, then the arguments: one word for each number, pointer and `*`;
-    strings padded like the format. Where arguments are missing the text ends; `%n` has an argument but no effect.
+    strings padded like the format. Where arguments are missing the text ends; `%n` has an argument but no effect. What
+    is no specifier of C is printed as it is, and has an argument.
     """
     data = struct.pack(f"<{len(words)}Q", *words)
     form = _string(data, 0)

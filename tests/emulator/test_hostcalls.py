@@ -60,6 +60,23 @@ def words(*parts):
         ([b"a %d b %", 1], b"a 1 b "),
         ([b"%s", b"x" * 5000], b"x" * 5000),
         ([b"\xff%d", 1], b"\xff1"),
+        # the size of an argument is what an integer is cut to; others have one size, whatever the specifier says
+        (
+            [b"%hhd %hd %d %ld %lld", *[2**40 + 2**31 + 0x8081] * 5],
+            b"-127 -32639 -2147450751 1101659144321 1101659144321",
+        ),
+        ([b"%hhx %hX %jx %zx %tx", *[2**40 + 0xABCD] * 5], b"cd ABCD 1000000abcd 1000000abcd 1000000abcd"),
+        ([b"%ls|%hs|%-5lls|%.2Ls|", b"one", b"two", b"x", b"long"], b"one|two|x    |lo|"),
+        ([b"%hhs%js%zs%ts", b"a", b"b", b"c", b"d"], b"abcd"),
+        ([b"%Lf %lf %.2Le %hg %lla", 1.5, -0.25, 1e10, 0.5, 1.0], b"1.500000 -0.250000 1.00e+10 0.5 0x1p+0"),
+        ([b"%lc%hhc %lp", 0xE9, 66, 0x7F00], b"\xe9B 0x7f00"),
+        # arguments come in the order of their specifiers
+        ([b"%2$d %1$s", 7, b"x"], b"7 x"),
+        ([b"%9$s|%8$d", b"x", 3], b"x|3"),
+        ([b"%1$*2$d|%3$.*4$f", 5, 7, 1, 2.25], b"    7|2.2"),
+        # what is no specifier of C is printed as it is, and has an argument
+        ([b"%S and %d", 1, 2], b"%S and 2"),
+        ([b"%5%d %v4d %d", 1, 2, 3], b"%5%d %v4d 3"),
     ],
 )
 def test_printf(given, want):
