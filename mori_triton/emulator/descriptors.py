@@ -16,7 +16,7 @@ from typing import Any
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mori_triton.emulator.launch import TileDescriptor
-from mori_triton.errors import ArgumentError
+from mori_triton.errors import ArgumentError, require
 
 # Triton 3.6 has no such field, and no argument for it
 _ROUNDS = ("round_f32_to_tf32",) if hasattr(TensorDescriptor, "round_f32_to_tf32") else ()
@@ -57,7 +57,7 @@ class DescriptorType:
         if self.meta is None:
             options = [given.padding == "nan", *(getattr(given, name) for name in _ROUNDS)]
             return [given.base, *shape, *strides, *options, *shape, *strides]
-        data = tile_descriptor(given.base.data_ptr(), shape, strides, self.meta, self.num_warps)
+        data = tile_descriptor(self.name, given.base.data_ptr(), shape, strides, self.meta, self.num_warps)
         return [TileDescriptor(data, given.base), *shape, *strides]
 
 
@@ -69,38 +69,58 @@ def descriptor_type(kind: str, name: str, meta: dict[str, Any] | None, num_warps
     return DescriptorType(name, found[1], found[2].count(",") + 1, meta, num_warps)
 
 
+# where a dimension stands, the last first: group and bit; of the last the stride is 1
+_SIZES = ((1, 48), (1, 80), (2, 0), (2, 32), (3, 48))
+_TILES = ((1, 112), (1, 128), (1, 144), (2, 112), (3, 80))
+_STRIDES = (None, (1, 160), (1, 208), (2, 64), (3, 0))
+
+
 def tile_descriptor(
-    address: int, shape: Sequence[int], strides: Sequence[int], meta: dict[str, Any], num_warps: int
+    name: str, address: int, shape: Sequence[int], strides: Sequence[int], meta: dict[str, Any], num_warps: int
 ) -> bytes:
     """The groups of scalar registers: 4 and 8 words, for a tile of three to five dimensions also 4 and 4.
 
     Args:
+        name: of the parameter.
         address: of the tensor.
         shape, strides: of the tensor, in elements; the last stride is 1.
         meta: of the compiled kernel: `elem_bits`, `block_size`, and `interval_padding_pairs`, `[[elements, gap]]` or
             nothing.
         num_warps: each copies a part of the tile, of which there is one descriptor.
+
+    Raises:
+        ArgumentError: a value does not fit its field.
     """
     bits, block, pairs = meta["elem_bits"], list(meta["block_size"]), meta.get("interval_padding_pairs")
+    require(1 <= len(shape) <= len(_SIZES), f"{name}: dimensions", f"1 to {len(_SIZES)}", len(shape))
+    require(bits in (8, 16, 32, 64), f"{name}: elem_bits", "8, 16, 32 or 64", bits)
     parts, left = [1] * len(block), num_warps
     for i, size in enumerate(block):
         while left > 1 and 2 * parts[i] <= size:
             parts[i], left = 2 * parts[i], left // 2
-    tile = [-(-size // part) for size, part in zip(block, parts, strict=True)]
-    # (bit, value), the last dimension first
-    sizes, tiles, steps = (list(reversed(x)) for x in (shape, tile, strides))
-    second = {16: (bits // 8).bit_length() - 1, **dict(zip((48, 80), sizes, strict=False))}
-    second |= {**dict(zip((112, 128, 144), tiles, strict=False)), **dict(zip((160, 208), steps[1:], strict=False))}
-    third = {**dict(zip((0, 32), sizes[2:], strict=False)), **dict(zip((64,), steps[3:], strict=False))}
-    third |= dict(zip((112,), tiles[3:], strict=False))
-    fourth = {bit: x[4] for bit, x in ((0, steps), (48, sizes), (80, tiles)) if len(shape) == 5}
+    # something to do, and the type of descriptor; the size of an element
+    groups = [1 | 2 << 126, ((bits // 8).bit_length() - 1) << 16, 0, 0]
+
+    def put(what: str, value: int, place: tuple[int, int], num_bits: int) -> None:
+        require(0 <= value < 1 << num_bits, f"{name}: {what}", f"0 to {(1 << num_bits) - 1}", value)
+        group, bit = place
+        groups[group] |= value << bit
+
+    put("address", address, (0, 64), 57)
+    for i, (size, stride, whole, part) in enumerate(zip(shape, strides, block, parts, strict=True)):
+        at = len(shape) - 1 - i
+        put(f"shape[{i}]", size, _SIZES[at], 32)
+        put(f"block_size[{i}] of a warp", -(-whole // part), _TILES[at], 16)
+        place = _STRIDES[at]
+        if place is not None:
+            put(f"strides[{i}]", stride, place, 48)
     if pairs:
-        # in words of 32 bits; the numbers start at 2 and 1
+        # the numbers start at 2 and 1
         interval, gap = (elements * bits // 32 for elements in pairs[0])
-        second |= {20: 1, 22: interval.bit_length() - 2, 25: gap - 1}
-    # something to do; the type of descriptor
-    first = {0: 1, 64: address, 126: 2}
-    groups = [(first, 16), (second, 32), *(((third, 16), (fourth, 16)) if len(shape) > 2 else ())]
-    return b"".join(
-        sum(value << bit for bit, value in fields.items()).to_bytes(num_bytes, "little") for fields, num_bytes in groups
-    )
+        powers = [2**i for i in range(1, 9)]
+        want = f"{', '.join(map(str, powers[:-1]))} or {powers[-1]}"
+        require(interval in powers, f"{name}: words of 32 bits before a gap", want, interval)
+        require(1 <= gap <= 128, f"{name}: words of 32 bits of a gap", "1 to 128", gap)
+        groups[1] |= 1 << 20 | (interval.bit_length() - 2) << 22 | (gap - 1) << 25
+    used = groups if len(shape) > 2 else groups[:2]
+    return b"".join(x.to_bytes(num_bytes, "little") for x, num_bytes in zip(used, (16, 32, 16, 16), strict=False))

@@ -200,7 +200,7 @@ def test_tile_descriptors(name):
     (shape, strides, block, bits, interval, gap, warps), want = ENCODED[name]
     address = 0x7F12_3456_7890
     meta = {"elem_bits": bits, "block_size": block, "interval_padding_pairs": [[interval, gap]] if gap else []}
-    words = tile_descriptor(address, shape, strides, meta, warps)
+    words = tile_descriptor("x", address, shape, strides, meta, warps)
     assert len(words) == (48 if len(shape) < 3 else 80)
     fields, tables = {}, (FIRST, SECOND, THIRD, FOURTH)
     for part, table in zip((words[:16], words[16:48], words[48:64], words[64:]), tables, strict=True):
@@ -210,6 +210,70 @@ def test_tile_descriptors(name):
             number &= ~(((1 << width) - 1) << bit)
         assert number == 0, "a bit outside every field"
     assert {key: value for key, value in fields.items() if value} == {"kind": 1, "type": 2, "address": address, **want}
+
+
+FITTING = {
+    "address": 2**57 - 1, "shape": [2**32 - 1] * 5, "strides": [2**48 - 1] * 4 + [1], "elem_bits": 64,
+    "block_size": [2**16 - 1] * 5, "pairs": [[128, 64]],
+}  # fmt: skip
+
+
+def fields_of(changed):
+    values = FITTING | changed
+    meta = {"elem_bits": values["elem_bits"], "block_size": values["block_size"]}
+    meta["interval_padding_pairs"] = values["pairs"]
+    return tile_descriptor("x", values["address"], values["shape"], values["strides"], meta, 1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"address": 2**57}, "x: address: want 0 to 144115188075855871, got 144115188075855872"),
+        ({"address": -1}, "x: address: want 0 to 144115188075855871, got -1"),
+        *[
+            ({"shape": [*[5] * i, wrong, *[5] * (4 - i)]}, f"x: shape[{i}]: want 0 to 4294967295, got {wrong}")
+            for i in range(5)
+            for wrong in (2**32, -1)
+        ],
+        *[
+            ({"strides": [*[5] * i, wrong, *[5] * (4 - i)]}, f"x: strides[{i}]: want 0 to 281474976710655, got {wrong}")
+            for i in range(4)
+            for wrong in (2**48, -1)
+        ],
+        *[
+            (
+                {"block_size": [*[5] * i, 2**16, *[5] * (4 - i)]},
+                f"x: block_size[{i}] of a warp: want 0 to 65535, got 65536",
+            )
+            for i in range(5)
+        ],
+        ({"elem_bits": 128}, "x: elem_bits: want 8, 16, 32 or 64, got 128"),
+        ({"elem_bits": 4}, "x: elem_bits: want 8, 16, 32 or 64, got 4"),
+        ({"pairs": [[256, 2]]}, "x: words of 32 bits before a gap: want 2, 4, 8, 16, 32, 64, 128 or 256, got 512"),
+        ({"pairs": [[0, 2]]}, "x: words of 32 bits before a gap: want 2, 4, 8, 16, 32, 64, 128 or 256, got 0"),
+        ({"pairs": [[6, 2]]}, "x: words of 32 bits before a gap: want 2, 4, 8, 16, 32, 64, 128 or 256, got 12"),
+        ({"pairs": [[4, 65]]}, "x: words of 32 bits of a gap: want 1 to 128, got 130"),
+        ({"pairs": [[4, 0]]}, "x: words of 32 bits of a gap: want 1 to 128, got 0"),
+        ({"shape": [5] * 6, "strides": [5] * 5 + [1], "block_size": [5] * 6}, "x: dimensions: want 1 to 5, got 6"),
+    ],
+)
+def test_what_does_not_fit_its_field_is_refused(changed, text):
+    """And does not run into the next one."""
+    with pytest.raises(ArgumentError) as caught:
+        fields_of(changed)
+    assert str(caught.value) == text
+
+
+def test_the_largest_values_fit_their_fields():
+    words = fields_of({})
+    for part, table in zip(
+        (words[:16], words[16:48], words[48:64], words[64:]), (FIRST, SECOND, THIRD, FOURTH), strict=True
+    ):
+        number = int.from_bytes(part, "little")
+        for field, (bit, width) in table.items():
+            if field in ("kind", "type", "lds", "mask", "barrier", "iterate"):
+                continue
+            assert number >> bit & ((1 << width) - 1) == (1 << width) - 1, field
 
 
 def test_what_is_no_descriptor_is_refused():
