@@ -27,12 +27,12 @@ _PULLING_PES = 4
 # the one number of ids that kernels are made for; others are handled 32 at a time
 _USUAL_TOP_K = 8
 _BATCH = 32
-# words of rows that a dispatch program holds at a time; more would not stay in registers
+# words of rows that a dispatch program, and a warp that pushes, holds at a time; more would not stay in registers
 _MOST_WORDS = 8192
+_MOST_PUSHED_WORDS = 2048
 # rows of a program at a time, whose loads are in flight together
 _PULLED_ROWS = 64
-_PUSHED_ROWS = 8
-_PUSHED_ROWS_FEW = 4
+_PUSHED_ROWS = 4
 # where a combine's input stays as it is until the sums are made: peers, or the sums, write the other buffers of the op
 _KEPT_IN = (None, "combine_in")
 
@@ -114,15 +114,18 @@ def combine_steps(call: CombineCall) -> tuple[list[Step], list[Step]]:
     def grid(num_rows: int, piece_bytes: int, most: int) -> tuple[int, int]:
         return piece_grid(num_rows, row_bytes if n <= RDNA4_FEW_TOKENS else 1, piece_bytes, most)
 
-    pushed_rows = _PUSHED_ROWS_FEW if n <= RDNA4_FEW_TOKENS else _PUSHED_ROWS
+    block = shape.stage_piece_bytes // min(from_align, 4)
+    block_r = _PUSHED_ROWS
+    while block_r > 1 and block_r * block > _MOST_PUSHED_WORDS * shape.stage_warps:
+        block_r //= 2
     push = call.step(
-        rdna4_push_kernel, grid(triton.cdiv(call.num_rows, pushed_rows), shape.stage_piece_bytes, shape.stage_programs),
+        rdna4_push_kernel, grid(triton.cdiv(call.num_rows, block_r), shape.stage_piece_bytes, shape.stage_programs),
         call.ctx, call.view("payload_bases"), call.given("rows"), call.given("sources"), call.given("total"),
         call.view("staging"), call.view("staging_weights"), call.view("combine_signals"), call.view("control"),
         k, call.num_rows, weights,
         MAX_TOKENS=config.max_num_inp_token_per_rank, KEEPS_OWN=keeps_own, **_ids(call),
-        ROW_UNITS=row_bytes // from_align, ALIGN=from_align, BLOCK=shape.stage_piece_bytes // min(from_align, 4),
-        BLOCK_R=pushed_rows, WAIT=call.wait, TAG=COMBINE_TAG, num_warps=shape.stage_warps, waits=call.wait,
+        ROW_UNITS=row_bytes // from_align, ALIGN=from_align, BLOCK=block,
+        BLOCK_R=block_r, WAIT=call.wait, TAG=COMBINE_TAG, num_warps=shape.stage_warps, waits=call.wait,
     )  # fmt: skip
     rows = config.world_size * config.max_num_inp_token_per_rank
     add = call.step(

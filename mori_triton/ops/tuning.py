@@ -68,7 +68,8 @@ _GPU_RDNA4_COMBINE = EpLaunchConfig(
     stage_programs=528, stage_piece_bytes=2048, stage_warps=1,
 )  # fmt: skip
 _GPU_RDNA4_COMBINE_FEW = replace(_GPU_RDNA4_COMBINE, num_programs=1056, stage_programs=264)
-_GPU_RDNA4_DISPATCH = replace(_GPU_RDNA4_COMBINE, num_programs=NO_LIMIT, num_warps=4, stage_programs=264)
+# what it stages is pulled, 64 rows of ids a program
+_GPU_RDNA4_DISPATCH = replace(_GPU_RDNA4_COMBINE, num_programs=NO_LIMIT, num_warps=4, stage_programs=264, stage_warps=2)
 _GPU_RDNA4_DISPATCH_FEW = replace(_GPU_RDNA4_DISPATCH, route_tokens=1)
 RDNA4_FEW_TOKENS = 256
 _RDNA4_LONG_ROW = 4096

@@ -88,13 +88,16 @@ def test_rdna4_takes_tiles_and_single_tokens_of_few(device, hidden, tile):
         assert combine.piece_bytes == combine.stage_piece_bytes == 2 * tile
         # 16 bytes for each thread, also of waves of 64
         assert (combine.num_warps, combine.stage_warps) == (tile // 512, 1)
+        assert combine.stage_programs == 264
         dispatch = launch_config(device, "dispatch", num_tokens, **call)
         assert dispatch.num_programs >= num_tokens
-        assert dispatch.route_tokens == 1
+        assert (dispatch.route_tokens, dispatch.piece_bytes, dispatch.stage_warps) == (1, 2048, 2)
     for phase in ("dispatch", "combine"):
         more = [launch_config(device, phase, num_tokens, **call) for num_tokens in (257, 16384)]
         assert more[0] == more[1]
     assert launch_config(device, "dispatch", 257, **call).route_tokens == 4
+    combine = launch_config(device, "combine", 257, **call)
+    assert (combine.stage_programs, combine.stage_warps) == (528, 1)
 
 
 def test_explicit_numbers_win_over_everything():
