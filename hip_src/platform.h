@@ -122,6 +122,8 @@ MORI_INLINE bool arrive_device(u64 address, u32 count) {
   return __scoped_atomic_fetch_add(global<u32>(address), 1u, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE) == count - 1;
 }
 
+// Before a release to the system: what other programs have released to the device lies in caches that all of it shares, and those a
+// release writes back whole, whoever asks. What this program is to see itself it acquires after it has met.
 MORI_INLINE void acquire_arrivals() {}
 
 // An address with an index in it. Some LLVMs, for gfx1250, scale the index in the access itself, which not every access can; this

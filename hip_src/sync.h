@@ -7,7 +7,8 @@
 // fence and quiet are the same: all earlier stores of the program are visible to every PE on return, and what it has asked of the
 // network is complete. Through the network a signal covers what the program has put before to the same PE on the same queue pair, and
 // all that it has stored to mapped memory; a quiet in between covers the rest.
-// arrive_last is the same at device scope, between the programs of one launch, none of which waits; signal_set_all_last is both, but for the acquire.
+// arrive_last is the same at device scope, between the programs of one launch, none of which waits; signal_set_all_last is both, but
+// for the acquire.
 // No wait is without an end unless the host asked for it: after ctx->timeout_ticks it appends a record and returns what it saw.
 #pragma once
 
@@ -244,15 +245,18 @@ MORI_INLINE void signal_all_by_wave(Call call, u64 address, u64 value) {
 // behind the other, when the two are called.
 MORI_BODY i32 signal_set_all_last(Call call, u64 address, u64 value, u64 counter, i32 count) {
   Logged logged(call, -1, 8);
-  bool good = locate_or_report(call, address, 8, 8, fixed(&call.ctx->pe)) != 0;
+  bool good = address % 8 == 0 && locate(call.ctx, address, 8, fixed(&call.ctx->pe)) != 0;
   i32 last = 0;
   gather_stores(call.ctx);
   if (thread_index() < wave_size()) {
     if (is_elected()) last = count == 1 || arrive_device(counter, (u32)count);
     last = (i32)of_lane((u64)(u32)last, 0);
     if (last && good) signal_all_by_wave(call, address, value);
-    // read again by the next launch only
-    if (last && count != 1 && is_elected()) *global<u32>(counter) = 0;
+    if (last && is_elected()) {
+      if (!good) report_by_one(call, kRefused, fixed(&call.ctx->pe), 0, address, 8, 0, 0);
+      // read again by the next launch only
+      if (count != 1) *global<u32>(counter) = 0;
+    }
   }
   last = broadcast_after_barrier(last);
   if (last && good && has_network(call.ctx)) signal_set_all_over_network(call, address, value);

@@ -61,6 +61,10 @@ def launch(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> Any:
     `device.prepared` launches again and again with less host work. A library that `extern_libs=` names wins, such as
     one that `bitcode.specialize` has made for debugging.
 
+    `launch_pdl=True` brings the kernel in before the launch that it follows is done, on NVIDIA GPUs from sm_90 on:
+    every program of it then begins with `device.launches.gdc_wait`. Elsewhere launches do not overlap, and it is left
+    out.
+
     Returns:
         The compiled kernel.
 
@@ -116,7 +120,7 @@ _LOADED, _LOCK = "_mori_triton_loaded", "_mori_triton_lock"
 def _options(given: Mapping[str, Any], target: Any = None) -> dict[str, Any]:
     """Arguments and options `given`, and options of every kernel of the package, for the target or the active one.
 
-    `launch_pdl=True` (kernels that begin with `ops.kernels.launches.gdc_wait`) is for GPUs whose launches can overlap.
+    `launch_pdl` is for GPUs whose launches can overlap.
     """
     if target is None:
         from triton.runtime import driver

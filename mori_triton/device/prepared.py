@@ -189,7 +189,7 @@ def prepare(kernel: Any, *example_args: Any, **named: Any) -> PreparedKernel:
         kernel: a `@triton.jit` function. Its arguments that are not constexpr are all in `do_not_specialize`, except
             those that are None, bools and floats: one prepared kernel is right for every value.
         example_args: as for a launch. Only their types count, and which are None.
-        named: constexpr arguments and options (`num_warps`, ...).
+        named: constexpr arguments and options (`num_warps`, ...); `launch_pdl` as of `device.launch.launch`.
 
     Raises:
         ArgumentError: the arguments are not the kernel's, or what is compiled would depend on their values.

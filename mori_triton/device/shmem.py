@@ -159,10 +159,8 @@ def arrive_last(ctx, counter_ptr, count):
 
 @triton.jit
 def signal_set_all_last(ctx, sig_ptr, value, counter_ptr, count):
-    """`arrive_last`, and of the program that is last `signal_set_all`: the signal covers what all `count` programs have
-    stored. 1 in that program, 0 in the others. Takes less than both, one after the other; but it is no acquire: what
-    the other programs have stored is seen by the peers that wait for the signal, and here after a wait.
-
+    """`arrive_last`, and of the program that is last `signal_set_all`, for what all have stored; 1 in it, 0 in others.
+    Takes less than the two, but acquires nothing: what others have stored is seen here after a wait only.
     A word that is not in the heap and a PE that cannot be reached get a record in the error log, and no signal.
     """
     return externs.ctx_signal_set_all_last(ctx, _word(sig_ptr), value, counter_ptr, count)

@@ -149,6 +149,13 @@ def signal_kernel(ctx, out, sig, value, pe, which):
     tl.store(out + tl.arange(0, 64), result)
 
 
+@triton.jit(do_not_specialize=["sig", "epoch"])
+def signal_last_kernel(ctx, out, counter, sig, epoch):
+    """Every program arrives, the last one signals all PEs. out: int32 [programs]: who was last."""
+    last = shmem.signal_set_all_last(ctx, sig, epoch, counter, tl.num_programs(0))
+    tl.store(out + tl.program_id(0), last)
+
+
 @triton.jit(do_not_specialize=["rounds"])
 def ping_kernel(ctx, data, sig, bad, rounds, N: tl.constexpr):
     """Each round every PE sends a row to the next one, which checks all of it. data: int32 [2, N]; bad: int32 [1]."""

@@ -30,7 +30,7 @@ HEAP = 1 << 18  # of QueuePairs
 SRC, DST, SIG = 8192, 4096, 16384
 LANES = 256
 PUT_NAME = "mori_shmem_ctx_put_block"
-PUT, GET, GET_NBI, PUT_SIGNAL, QUIET, FETCH_ADD, SET_ALL, BARRIER = range(8)
+PUT, GET, GET_NBI, PUT_SIGNAL, QUIET, FETCH_ADD, SET_ALL, BARRIER, SET_ALL_LAST = range(9)
 
 
 @triton.jit(do_not_specialize=["dst", "src", "num_bytes", "sig", "pe", "which"])
@@ -52,8 +52,11 @@ def one_kernel(ctx, out, dst, src, num_bytes, sig, pe, which, LANES: tl.constexp
         tl.store(o, zero + externs.ctx_atomic_fetch_uint64(ctx, dst, 5, 0, 14, pe, 0).to(tl.int64))
     elif which == 6:
         tl.store(o, zero + shmem.signal_set_all(ctx, sig, 77))
-    else:
+    elif which == 7:
         tl.store(o, zero + shmem.barrier_all(ctx))
+    else:
+        # of one program: nobody to count
+        tl.store(o, zero + shmem.signal_set_all_last(ctx, sig, 77, 0, 1))
 
 
 def call(pairs: QueuePairs, ctx: torch.Tensor, which: int, *, pe: int = 1, size: int = 64, **at: int) -> int:
@@ -121,13 +124,14 @@ def test_a_fetch_and_a_failure_reach_every_thread(arch: str) -> None:
     assert (record["kind"], record["peer"]) == (abi.ERROR_NETWORK_FAILED, 1)
 
 
+@pytest.mark.parametrize(("which", "result"), [(SET_ALL, 0), (SET_ALL_LAST, 1)], ids=["at once", "of the last"])
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_a_signal_to_all_goes_to_mapped_and_other_pes(arch: str, provider: str) -> None:
+def test_a_signal_to_all_goes_to_mapped_and_other_pes(arch: str, provider: str, which: int, result: int) -> None:
     pairs = QueuePairs(arch, provider, timeout_s=60)
     words = [pairs.pes.view(pe, SIG, 1, torch.int64) for pe in range(2)]
     with pairs.current() as ctx, Card(pairs) as card:
-        assert call(pairs, ctx, SET_ALL) == 0
+        assert call(pairs, ctx, which) == result
         deadline = time.monotonic() + 20
         while int(words[1][0]) != 77 and time.monotonic() < deadline:
             time.sleep(0.001)

@@ -85,6 +85,28 @@ def test_signals_set_and_add_once(arch: str, num_warps: int) -> None:
         assert pes.count(0) == 5
 
 
+@pytest.mark.parametrize(("arch", "n", "programs"), [("gfx1201", 40, 5), ("gfx942", 70, 3), ("gfx1250", 2, 80)])
+def test_the_last_of_many_programs_signals_for_all(arch: str, n: int, programs: int) -> None:
+    pes = Pes(n, arch, heap_bytes=8192, unreachable={(0, n - 1)})
+    counter = torch.zeros(1, dtype=torch.int32)
+    for pe in range(n):
+        pes.view(pe, SIG, 1, torch.int64)[0] = 0
+    with pes.current(0) as ctx:
+        for epoch in (1, 2):
+            out = torch.full((programs,), -99, dtype=torch.int32)
+            args = ctx, out, counter, pes.base(0) + SIG, epoch
+            launch(kernels.signal_last_kernel, (programs,), *args, num_warps=2)
+            assert sorted(out.tolist()) == [0] * (programs - 1) + [1]
+            assert int(counter) == 0
+            words = [int(pes.view(pe, SIG, 1, torch.int64)) for pe in range(n)]
+            assert words == [epoch] * (n - 1) + [0]
+        assert [(r["kind"], r["peer"]) for r in pes.records(0)] == [(abi.ERROR_REFUSED, n - 1)] * 2
+        # a word that is nowhere: one record, whatever the number of programs
+        launch(kernels.signal_last_kernel, (programs,), ctx, out, counter, pes.base(0) + 8192, 3, num_warps=2)
+        assert pes.count(0) == 3
+        assert int(counter) == 0
+
+
 @pytest.mark.parametrize(("which", "good", "bad"), [(9, 0, -1), (10, 1, 1)], ids=["signal_set_all", "of the last"])
 @pytest.mark.parametrize(("arch", "n", "num_warps"), [("gfx1201", 3, 1), ("gfx1201", 40, 1), ("gfx942", 70, 2)])
 def test_signal_set_all_reaches_every_pe_that_can_be(

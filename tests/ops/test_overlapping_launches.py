@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 
 from mori_triton.device.launch import TARGETS, cross_compile
+from mori_triton.device.launches import gdc_launch_dependents, gdc_wait
 from mori_triton.device.prepared import recording
 from mori_triton.inspect.kernels import Launch, package_launches
 from mori_triton.ops import plans
-from mori_triton.ops.kernels.launches import gdc_launch_dependents, gdc_wait
 
 pytestmark = pytest.mark.compile
 
@@ -28,7 +28,7 @@ NOT_OF_AN_OP = {"barrier_kernel", "ring_kernel", "local_expert_count_kernel", "c
 
 @pytest.fixture(scope="module")
 def launches() -> dict[str, Launch]:
-    return {name: launch for name, launch in package_launches().items() if "[" not in name}
+    return package_launches()
 
 
 def early(text: str) -> list[str]:
@@ -44,7 +44,7 @@ def early(text: str) -> list[str]:
         if made and (made[3] in fixed or "param_0" in made[3]):
             fixed.add(made[2])
         load = re.search(r"\bld\.global\.\S+\s[^\[]*\[\s*(%rd\d+)", code)
-        if (load and ".nc" not in code and load[1] not in fixed) or re.search(
+        if (load and load[1] not in fixed) or re.search(
             r"(^|\s)(st|atom|red|bra|ret|bar|call)\b(?!\.param)", code.replace("bar.warp", "")
         ):
             wrong.append(code.strip())
@@ -63,7 +63,8 @@ def let_in(text: str) -> str | None:
 def test_every_launch_of_an_op_may_overlap(launches: dict[str, Launch]) -> None:
     overlapping = {name for name, launch in launches.items() if dict(launch.options).get("launch_pdl")}
     assert overlapping == set(launches) - NOT_OF_AN_OP
-    assert len(overlapping) >= 16
+    # of several variants all but the first have brackets
+    assert len(overlapping) > len({name.partition("[")[0] for name in overlapping}) >= 16
 
 
 def test_each_waits_first_and_lets_the_next_in_when_no_peer_is_waited_for(launches: dict[str, Launch]) -> None:

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 from mori_triton.device import shmem
+from mori_triton.device.launches import gdc_launch_dependents, gdc_wait
 from mori_triton.ops.kernels.carriers import find_carriers, load_ids, store_forward, sums_before
 from mori_triton.ops.kernels.finish import DISPATCH_ARRIVALS, DISPATCH_EPOCH, finish_dispatch, is_broken, signal_last
-from mori_triton.ops.kernels.launches import gdc_launch_dependents, gdc_wait
 from mori_triton.ops.kernels.rows import as_words, at_peer, load_targets, peer_table, row_offset, split_target
 
 

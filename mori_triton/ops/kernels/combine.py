@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from mori_triton.device import shmem
+from mori_triton.device.launches import gdc_launch_dependents, gdc_wait
 from mori_triton.ops.kernels.finish import (
     COMBINE_ARRIVALS,
     COMBINE_EPOCH,
@@ -16,7 +17,6 @@ from mori_triton.ops.kernels.finish import (
     is_broken,
     signal_last,
 )
-from mori_triton.ops.kernels.launches import gdc_launch_dependents, gdc_wait
 from mori_triton.ops.kernels.rows import as_bits, as_words, peer_table, row_offset, sum_rows, sum_weights
 
 

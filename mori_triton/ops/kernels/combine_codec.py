@@ -8,6 +8,7 @@ already is copied by `copy`, and summed here.
 import triton
 import triton.language as tl
 
+from mori_triton.device.launches import gdc_launch_dependents, gdc_wait
 from mori_triton.ops.formats import BLOCK as _BLOCK
 from mori_triton.ops.formats import MIN_SCALE as _MIN_SCALE
 from mori_triton.ops.kernels.finish import (
@@ -18,7 +19,6 @@ from mori_triton.ops.kernels.finish import (
     signal_last,
 )
 from mori_triton.ops.kernels.formats import encode, in_order, lift, pack_nibbles, unpack
-from mori_triton.ops.kernels.launches import gdc_launch_dependents, gdc_wait
 from mori_triton.ops.kernels.rows import (
     as_bits,
     as_words,

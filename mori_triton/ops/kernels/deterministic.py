@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from mori_triton.device import shmem
+from mori_triton.device.launches import gdc_launch_dependents, gdc_wait
 from mori_triton.ops.kernels.carriers import find_carriers, load_ids, store_forward, sums_before
 from mori_triton.ops.kernels.finish import COUNT_ARRIVALS, DISPATCH_EPOCH, STATUS, is_broken
-from mori_triton.ops.kernels.launches import gdc_launch_dependents, gdc_wait
 from mori_triton.ops.kernels.rows import row_offset
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from mori_triton.device import shmem
-from mori_triton.ops.kernels.launches import gdc_launch_dependents, gdc_wait
+from mori_triton.device.launches import gdc_launch_dependents, gdc_wait
 
 CONTROL_WORDS = 64
 # dispatches, combines and meetings that arrived: each is advanced by its own wait alone
@@ -32,7 +32,7 @@ COUNT_ARRIVALS = tl.constexpr(48)
 
 @triton.jit
 def is_broken(control_ptr):
-    """Whether a wait of this op has timed out. The word is written by earlier kernels only: all programs agree."""
+    """Whether a wait of this op has timed out. Behind `gdc_wait`; only earlier kernels write the word: all agree."""
     return tl.load(control_ptr + STATUS) != 0
 
 
@@ -55,7 +55,8 @@ def wait_peers(ctx, signals_ptr, control_ptr, EPOCH: tl.constexpr, TAG: tl.const
     """One program of a PE: wait for every PE's signal of the next epoch. 1: all came, and that is the epoch now.
 
     0: time-out; the epoch stays and the op is broken. What peers did before they signalled is visible to this program,
-    and to the kernels behind it: it acquires for its device at system scope, they from the device as they start.
+    and to the kernels behind it: it acquires for its device at system scope, they from the device as they start, or in
+    `gdc_wait` where they may have started before.
     """
     epoch = tl.load(control_ptr + EPOCH) + 1
     came = (shmem.wait_all_ge(ctx, signals_ptr, shmem.n_pes(ctx), epoch, TAG) >= epoch).to(tl.int32)

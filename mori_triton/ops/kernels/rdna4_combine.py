@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from mori_triton.device import shmem
+from mori_triton.device.launches import gdc_launch_dependents, gdc_wait
 from mori_triton.ops.kernels.finish import COMBINE_ARRIVALS, COMBINE_EPOCH, finish_combine, is_broken, signal_last
-from mori_triton.ops.kernels.launches import gdc_launch_dependents, gdc_wait
 from mori_triton.ops.kernels.rows import as_words, at_peer, row_offset
 
 
