@@ -52,7 +52,7 @@ def test_the_pes_provider_decides(here: SimpleNamespace, monkeypatch: pytest.Mon
 
 def test_a_library_that_the_caller_names_wins() -> None:
     named = {abi.LIBRARY: str(bitcode.specialize("gfx1201", provider="ionic", debug=True)), "other": "x.bc"}
-    assert launch._options({"extern_libs": named})["extern_libs"] == named
+    assert launch._options({"extern_libs": named}, launch.gpu_target("gfx1201"))["extern_libs"] == named
 
 
 @triton.jit(do_not_specialize=["ctx", "word_ptr", "pe"])

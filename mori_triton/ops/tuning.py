@@ -70,7 +70,7 @@ _GPU_RDNA4_COMBINE = EpLaunchConfig(
 _GPU_RDNA4_COMBINE_FEW = replace(_GPU_RDNA4_COMBINE, num_programs=1056, stage_programs=264)
 # what it stages is pulled, 64 rows of ids a program
 _GPU_RDNA4_DISPATCH = replace(_GPU_RDNA4_COMBINE, num_programs=NO_LIMIT, num_warps=4, stage_programs=264, stage_warps=2)
-_GPU_RDNA4_DISPATCH_FEW = replace(_GPU_RDNA4_DISPATCH, route_tokens=1)
+_GPU_RDNA4_DISPATCH_FEW = replace(_GPU_RDNA4_DISPATCH, piece_bytes=4096, route_tokens=1)
 RDNA4_FEW_TOKENS = 256
 _RDNA4_LONG_ROW = 4096
 

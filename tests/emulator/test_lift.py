@@ -141,7 +141,7 @@ def test_barrier_sleep_and_trap_return_to_the_scheduler():
     assert run == [state.BARRIER, state.SLEEPING, state.FAULTED]
     assert int(wave.memory[state.FAULT]) == 8
     assert int(wave.memory[state.FAULT_PC]) == 4
-    assert set(range(1, 11)) == set(state.FAULTS)
+    assert set(range(1, 12)) == set(state.FAULTS)
 
 
 FAR = """s_getpc_b64 s[52:53]

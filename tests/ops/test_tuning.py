@@ -91,7 +91,7 @@ def test_rdna4_takes_tiles_and_single_tokens_of_few(device, hidden, tile):
         assert combine.stage_programs == 264
         dispatch = launch_config(device, "dispatch", num_tokens, **call)
         assert dispatch.num_programs >= num_tokens
-        assert (dispatch.route_tokens, dispatch.piece_bytes, dispatch.stage_warps) == (1, 2048, 2)
+        assert (dispatch.route_tokens, dispatch.piece_bytes, dispatch.stage_warps) == (1, 4096, 2)
     for phase in ("dispatch", "combine"):
         more = [launch_config(device, phase, num_tokens, **call) for num_tokens in (257, 16384)]
         assert more[0] == more[1]
