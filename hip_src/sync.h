@@ -66,29 +66,36 @@ MORI_BODY i32 signal_set_all_over_network(Call call, u64 address, u64 value) {
   return broadcast(status);
 }
 
-// signal() with SET to every PE, mine included, after one release: the first wave's threads store, one PE each, and it is they that
-// release, so it costs one write-back for each wave's worth of PEs. -1 for an address outside the heap; a PE that cannot be reached
-// gets a record and no signal.
-MORI_BODY i32 signal_set_all(Call call, u64 address, u64 value) {
-  Logged logged(call, -1, 8);
+// The first wave's half of a signal to all PEs, after gather_stores(): one thread releases and sets the words of the PEs that are mapped,
+// each of the others looks one up for it.
+MORI_INLINE void signal_all_by_wave(Call call, u64 address, u64 value) {
   Ctx ctx = call.ctx;
-  u32 n = fixed(&ctx->n_pes), me = thread_index(), wave = wave_size();
-  if (locate_or_report(call, address, 8, 8, fixed(&ctx->pe)) == 0) return -1;
-  // looked up before the release, after which the context is no longer in the first-level cache
-  u64 there = me < wave ? translate(ctx, address, 8, (i32)me) : 0;
-  gather_stores(ctx);
-  if (me < wave && me < n) {
-    release_to_system(warm(ctx));
+  u32 n = fixed(&ctx->n_pes), wave = wave_size();
 #pragma clang loop unroll(disable)
-    for (u32 pe = me; pe < n; there = translate(ctx, address, 8, (i32)pe)) {
+  for (u32 first = 0; first < n; first += wave) {
+    // before the release, after which the context is no longer in the first-level cache
+    u64 mine = translate(ctx, address, 8, (i32)(first + thread_index()));
+    if (first == 0 && is_elected()) release_to_system(warm(ctx));
+#pragma clang loop unroll(disable)
+    for (u32 pe = first; pe < n && pe < first + wave; pe++) {
+      u64 there = of_lane(mine, pe - first);
+      if (!is_elected()) continue;
       if (there != 0)
         store_system<u64>(there, value);
       else if (!has_network(ctx))
         report_by_one(call, kRefused, (i32)pe, 0, address, 8, 0, 0);
-      pe += wave;
     }
   }
-  return has_network(ctx) ? signal_set_all_over_network(call, address, value) : 0;
+}
+
+// signal() with SET to every PE, mine included, after one release. -1 for an address outside the heap; a PE that cannot be reached gets a
+// record and no signal.
+MORI_BODY i32 signal_set_all(Call call, u64 address, u64 value) {
+  Logged logged(call, -1, 8);
+  if (locate_or_report(call, address, 8, 8, fixed(&call.ctx->pe)) == 0) return -1;
+  gather_stores(call.ctx);
+  if (thread_index() < wave_size()) signal_all_by_wave(call, address, value);
+  return has_network(call.ctx) ? signal_set_all_over_network(call, address, value) : 0;
 }
 
 // Zero bytes still signal. If data or signal is refused, neither is sent.
@@ -216,28 +223,6 @@ MORI_BODY i32 arrive_last(Call call, u64 counter, i32 count) {
   // the others read nothing of anybody's, and keep what is cached
   if (last) acquire_after_barrier_device();
   return last;
-}
-
-// The first wave's half of signal_set_all_last(): one thread releases and sets the words of the PEs that are mapped, each of the others
-// looks one up for it.
-MORI_INLINE void signal_all_by_wave(Call call, u64 address, u64 value) {
-  Ctx ctx = call.ctx;
-  u32 n = fixed(&ctx->n_pes), wave = wave_size();
-#pragma clang loop unroll(disable)
-  for (u32 first = 0; first < n; first += wave) {
-    // before the release, after which the context is no longer in the first-level cache
-    u64 mine = translate(ctx, address, 8, (i32)(first + thread_index()));
-    if (first == 0 && is_elected()) release_to_system(warm(ctx));
-#pragma clang loop unroll(disable)
-    for (u32 pe = first; pe < n && pe < first + wave; pe++) {
-      u64 there = of_lane(mine, pe - first);
-      if (!is_elected()) continue;
-      if (there != 0)
-        store_system<u64>(there, value);
-      else if (!has_network(ctx))
-        report_by_one(call, kRefused, (i32)pe, 0, address, 8, 0, 0);
-    }
-  }
 }
 
 // What arrive_last() and, of the program that is last, signal_set_all() do together; but that program does not acquire what the others
